@@ -1,1 +1,1 @@
-"""From domain prompts to a tuned draft."""
+"""Distil a draft for a target on domain prompts, and measure it."""

@@ -28,7 +28,7 @@ DISTILLED = label("tuned")
 
 @dataclass(frozen=True)
 class Publication:
-    """Facts of a card that are not in the run and its reports.
+    """Facts of a card that are neither in the run nor in its reports.
 
     name: the folder or the repository that the card's commands name. unmet: the conditions of the
     gate that are not met.
@@ -49,7 +49,7 @@ def draft_weights(run: Path) -> set[str]:
 def write_card(
     folder: Path, run: Path, reports: Sequence[Report], publication: Publication = Publication()
 ) -> None:
-    """Write the model card (README.md) of the run's draft to the folder. Engines come first.
+    """Write the model card (README.md) of the run's draft to the folder, engines' reports first.
 
     Raises ValueError for a recipe or a provenance that is missing or broken.
     """
@@ -112,7 +112,7 @@ def write_card(
 
 
 def served_gamma(reports: Sequence[Report], weights: set[str]) -> int:
-    """The draft length to serve with: the fastest one in vLLM, else the one that was chosen."""
+    """The draft length to serve with: the fastest one in vLLM, else the fastest one measured."""
     found = [
         (report.engine == "vllm", draft.speedup.mean, draft.gamma)
         for report in reports
@@ -126,7 +126,7 @@ def served_gamma(reports: Sequence[Report], weights: set[str]) -> int:
 
 
 def _shown_name(name: str, draft: DraftReport, weights: set[str]) -> str:
-    """What a reader calls the draft, without its draft length."""
+    """The draft's name in the card, without its draft length."""
     published = draft.sha256 in weights and draft.serves_alone
     return DISTILLED if published else label(name.partition(", gamma ")[0])
 
@@ -146,7 +146,7 @@ def _rows(report: Report, weights: set[str]) -> Iterator[list[str]]:
 
 
 def _limits(report: Report, weights: set[str]) -> Iterator[str]:
-    """Sentences on machine and output check, and on settings without a shown speed-up."""
+    """Sentences on machine, output check, concurrency, and settings without a speed-up."""
     engine, decoding = measured_in(report), report.decoding
     yield (
         f"Measured in {engine} on {report.device}, {report.dtype}, temperature "
@@ -172,7 +172,7 @@ def _limits(report: Report, weights: set[str]) -> Iterator[str]:
             )
 
 
-# --- Names that tell others nothing about the machine they were made on
+# --- Names that reveal nothing about the machine
 
 
 def is_hub_id(spec: str) -> bool:
@@ -230,6 +230,6 @@ def _stated_licence(spec: str) -> str | None:
     try:
         card = ModelCard.load(path / "README.md" if path.is_dir() else spec)
     except (LocalEntryNotFoundError, HfHubHTTPError, HTTPError, ConnectionError):
-        return None  # the caller asks for it
+        return None  # `unmet_conditions` asks for it
     licence: str | None = card.data.license
     return licence

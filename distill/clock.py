@@ -1,8 +1,8 @@
-"""The time of a run: one clock for all its stages, kept in the run's folder.
+"""The time of a run: one clock for all stages, stored in the run's folder.
 
 In a run with `minutes` the target answers prompts until a third of the minutes is over, and the
-draft is trained until two thirds are over. The evaluation uses the remaining time. A run that is
-killed and started again counts the time that it had used.
+draft is trained until two thirds are over. The evaluation uses the remaining time. A resumed run
+also counts the time before its interruption.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from distill.teacher.store import Answers
 
 CLOCK = "clock.json"
 ANSWERED, TRAINED, EVALUATED = 1 / 3, 2 / 3, 1.0  # shares of `minutes` at which a stage ends
-SAVING = 0.02  # share of `minutes` that training leaves for fit, export and saving
+SAVING = 0.02  # share of `minutes` that training leaves for saving and export
 SAFETY = 0.9  # share of the time left that a round of answers fills, at the last round's speed
-KEPT_EVERY = 20.0  # seconds between two records of the time
+KEPT_EVERY = 20.0  # seconds between two writes of the time
 
 
 class Clock:
-    """Seconds that a run has taken, over all its processes and interruptions.
+    """Seconds that a run has taken, with the time before interruptions.
 
     training: the second at which training began; None before. Within the clock's `with` block the
     time is written every KEPT_EVERY seconds, so that a kill loses no more.
     """
 
     def __init__(self, folder: Path, minutes: float | None) -> None:
-        """minutes: the run's budget. None: the recipe's counts decide how much is done."""
+        """minutes: the run's time budget; None: the recipe's counts alone limit the run."""
         self.path, self.minutes = folder / CLOCK, minutes
         kept = read_json(self.path) if self.path.exists() else {"seconds": 0.0, "training": None}
         self.training: float | None = kept["training"]
-        # starting Python and loading its packages is time of the run, too
+        # starting Python and importing packages is part of the run's time
         started = time.time() - psutil.Process().create_time()
         self.start = time.monotonic() - started - kept["seconds"]
         self.ended = threading.Event()
@@ -67,26 +67,26 @@ class Clock:
         return time.monotonic() - self.start
 
     def left(self, share: float) -> float:
-        """Seconds until that share of the minutes is over, by this process's own clock."""
+        """Seconds until this share of the minutes is over, by this process's clock; or infinity."""
         return math.inf if self.minutes is None else 60 * self.minutes * share - self.seconds()
 
     def keep(self) -> None:
-        """Write the time that the run has taken; `claim_folder` has made its folder."""
+        """Write the time that the run has taken. Call it after `claim_folder`."""
         if PartialState().is_main_process:
             write_json(self.path, {"seconds": self.seconds(), "training": self.training})
 
     def stage(self, name: str) -> None:
-        """Print that a stage begins, and when."""
+        """Print the name of a stage that begins, with the time."""
         minutes, seconds = divmod(round(self.seconds()), 60)
         print(f"\n[{minutes:3d}:{seconds:02d}] {name}", flush=True)
         if self.path.exists():  # `claim_folder` has been passed
             self.keep()
 
     def training_progress(self) -> float:
-        """The share of the training time that is over, from 0 to above 1; 0 without minutes.
+        """The share of the training time that is over; above 1 after the end, 0 without minutes.
 
-        All processes call it and get the share of the first one. Training begins at the first call.
-        The training time of an interrupted run counts.
+        All processes must call it, and get the first process's share. The training time begins with
+        the first call, and includes the time before an interruption.
         """
         if self.minutes is None:
             return 0.0
@@ -99,16 +99,16 @@ class Clock:
 
 
 class TrainingClock(TrainerCallback):
-    """Training that ends by a clock. The learning rate follows `position`.
+    """Ends training by the clock. The learning rate follows `position`.
 
-    The first process reads its clock once before each step, for all processes.
+    Before each step the first process reads its clock for all processes.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.progress = clock, 0.0
 
     def position(self, step: int, steps: int) -> float:
-        """The position in a schedule of so many steps: by steps, or by time where that is later."""
+        """The position in a schedule of `steps` steps: by steps or by time, whichever is later."""
         return max(float(step), self.progress * steps)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -125,17 +125,17 @@ class TrainingClock(TrainerCallback):
 def answers_in_time(
     clock: Clock, total: int, lacking: list[int], batch: int, answer: Callable[[int], Answers]
 ) -> Answers:
-    """The first answers of a run, as many as its time allows.
+    """The answers to the first prompts. The run's time limits their number.
 
-    total: number of prompts. lacking: the indices of those without a cached answer, ascending.
-    batch: prompts that are answered at once. answer: gives the answers to the first so many
-    prompts. The speed of a round decides how large the next one is. The first round is small,
-    because a whole batch may take longer than the time for all.
+    total: number of prompts. lacking: the indices of prompts without a cached answer, ascending.
+    batch: prompts that are answered at once. answer: returns the answers to the first n prompts.
+    The speed of a round determines the size of the next round. The first round is small, because a
+    whole batch may take longer than the time for all answers.
     """
     first = max(1, batch // 8)
     made, new = 0, min(first, len(lacking))
     if new and from_first(clock.left(ANSWERED) <= 0 and lacking[0] >= batch):
-        new = 0  # a run that goes on has answers enough
+        new = 0  # a resumed run has enough answers
     while True:
         made += new
         began = clock.seconds()

@@ -1,7 +1,7 @@
-"""Print what a run needs and the most that a draft can gain, and write nothing.
+"""Estimate a run's memory, its disk space, and the largest speed-up of a draft.
 
-Memory is a coarse sum from the models' configs. The gain is computed from single steps of target
-and draft; they are timed if the weights are on this machine.
+Memory is a coarse sum from the models' configs. The speed-up is computed from timed steps of target
+and draft, if their weights are on this machine. Nothing is written to the run's folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from eval.decoding.target import Target
 from eval.measuring.cost import break_even_acceptance_rate, ceiling_speedup
 from eval.measuring.timing import step_costs
 
-EXAMPLE = 1000  # characters shown of the beginning of a prompt, and of its end
+EXAMPLE = 1000  # characters of a prompt's beginning, and of its end, that are printed
 DEPTHS = range(1, 5)  # layers of a pruned draft that are tried
 REPEATS = 5  # how often each step is timed
 TRAINED_BYTES = 16  # a trained parameter in fp32: weight, gradient, two moments of AdamW
@@ -36,9 +36,9 @@ RUNTIME = 2**30  # bytes that a process, or a GPU's context, takes by itself
 
 
 def dry_run(recipe: Recipe) -> int:
-    """Print what the run needs and can gain; exit status 1 where no draft can gain anything.
+    """Print needs and gain of the run. Returns exit status 1 if no draft can be faster.
 
-    Raises what the checks of a run raise.
+    Raises the errors of a run's checks.
     """
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
@@ -59,7 +59,7 @@ def dry_run(recipe: Recipe) -> int:
 
 
 def print_gain(recipe: Recipe, pair: Pair, prompts: list[list[int]], target: Target) -> int:
-    """Print cost and gain of a draft of each depth, or of the sibling; returns an exit status."""
+    """Print cost, break-even and largest speed-up of each draft; returns an exit status."""
     context = sum(map(len, prompts)) // len(prompts) + recipe.max_new_tokens // 2
     variants = {recipe.kind_name: recipe}
     if recipe.kind.language_model and recipe.sibling is None:
@@ -86,9 +86,9 @@ def print_gain(recipe: Recipe, pair: Pair, prompts: list[list[int]], target: Tar
 
 
 def print_memory(recipe: Recipe, longest: int, answers: int, answers_here: bool) -> None:
-    """Print the largest stage's needs and the machine.
+    """Print the needs of the stage with most memory, and what this machine has.
 
-    longest: tokens of a prompt. answers: their number. answers_here: the reference decoder answers.
+    longest: tokens of the longest prompt. answers: their number. answers_here: by our decoder.
     """
     target = load_config(recipe.target).get_text_config()
     size = getattr(torch, recipe.dtype).itemsize
@@ -119,17 +119,17 @@ def print_memory(recipe: Recipe, longest: int, answers: int, answers_here: bool)
 
 
 def parameters(config: PreTrainedConfig) -> int:
-    """The number of parameters of a model of that config, tied ones counted once."""
+    """The number of parameters of a model of this config. Tied weights count once."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def print_example(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Print a prompt as the target reads it, and where its answer goes.
+    """Print a prompt as the target reads it, and where the response begins.
 
-    Acceptance is low if a draft is served with another prompt form than in training, and nothing
-    else shows that.
+    The acceptance rate is low if served prompts have another form than the training prompts, and
+    only this output shows the form.
     """
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if (more := len(text) - 2 * EXAMPLE) > 0:
@@ -139,7 +139,7 @@ def print_example(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def why_not_timed(recipe: Recipe) -> str | None:
-    """Why no step of this run can be timed here; None where it can."""
+    """The reason why steps cannot be timed on this machine; None if this is possible."""
     for spec in filter(None, (recipe.target, recipe.draft)):
         if not weights_cached(spec):
             return f"the weights of {spec} are not on this machine (`hf download {spec}`)"

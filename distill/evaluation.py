@@ -1,4 +1,4 @@
-"""A run's report: base and distilled draft on the same prompts, here or behind servers."""
+"""Measure base and distilled draft on the same prompts: in this process or behind servers."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from eval.reporting.files import write_report
 def evaluate(
     recipe: Recipe, pair: Pair, prompts: Prompts, load: Callable[[], Target], clock: Clock
 ) -> Report | None:
-    """The report, written to `report/`, with `provenance.json` and the draft's model card.
+    """Write and return the report (`report/`), with `provenance.json` and the draft's model card.
 
-    load: gives the target. If a server answers, the report compares `speculative_url` with
-    `answer_url`; without `speculative_url` there is no report. Raises ServerError for a server that
-    cannot be measured. If it fails midway, the report has what was measured by then.
+    load: returns the target. If a server answers, the report compares `speculative_url` with
+    `answer_url`; without `speculative_url` the result is None. Raises ServerError for a server that
+    cannot be measured. If a server fails midway, the report of the measured prompts is written.
     """
     folder = recipe.folder
     made_by = provenance(recipe, prompts, clock.seconds())
@@ -58,8 +58,8 @@ def evaluate(
     broken_off = [m.reason for m in report.last[1].missing if m.field == "prompts"]
     if broken_off:
         raise ServerError(
-            f"measured in part only, {broken_off[0]} The report has that part; run the same "
-            "command again for the whole."
+            f"measured in part only, {broken_off[0]} The report has these prompts; run the same "
+            "command again to measure all."
         )
     return report
 
@@ -80,13 +80,13 @@ def _measured_here(
     if recipe.training.get("max_steps") != 0:  # else base and distilled draft are the same
         spec = recipe.draft or str(recipe.folder / "prepared")
         drafts["untuned"] = load_drafter(spec, target, pair.strategy)
-        drafts["untuned"].full_form_bytes = distilled.full_form_bytes  # its own is not on disk
+        drafts["untuned"].full_form_bytes = distilled.full_form_bytes  # the base draft has none
     drafts |= {"lookup": prompt_lookup(target), "tuned": distilled}
     drafts["tuned+lookup"] = lookup_first(distilled, target.stops)
-    free_memory()  # of their weights as they were read
+    free_memory()  # copies of weights from loading
     seconds = None
     if recipe.minutes is not None:
-        # a run that has a report already is measured anew, in its usual share of the time
+        # a run that has a report is measured again, in the usual share of its minutes
         again = (recipe.folder / "report" / "report.json").exists()
         seconds = 60 * recipe.minutes * (EVALUATED - TRAINED) if again else clock.left(EVALUATED)
     with Journal(recipe.folder / "report" / JOURNAL) as journal:
@@ -104,7 +104,7 @@ def _measured_here(
 
 
 def _measured_served(recipe: Recipe, prompts: Prompts, made_by: dict[str, Any]) -> Report | None:
-    """The report of two servers. Where only one is named, print how to serve the draft."""
+    """The report of two servers. If only one is named, print how to serve the draft."""
     served = read_json(recipe.folder / USED)["key"]["served model"]
     draft = (recipe.folder / "draft").resolve()
     words = ["vllm", "serve", recipe.target, "--served-model-name", served]
@@ -128,4 +128,4 @@ def _measured_served(recipe: Recipe, prompts: Prompts, made_by: dict[str, Any]) 
             gamma=recipe.gamma,
         )
     except ServerError as error:
-        raise ServerError(f"{error}\nThe draft is made, and kept. {advice}.") from None
+        raise ServerError(f"{error}\nThe draft is complete and is kept. {advice}.") from None

@@ -27,10 +27,10 @@ from eval.decoding.forward import input_embedding
 from eval.decoding.weights import linear
 
 FULL_FORM = "full_form.json"  # in compact/: how far the two checkpoints agree
-SUPPRESSION = (0.0, 5.0, 10.0, 20.0, 40.0, 80.0)  # logits below the fitted ones, tried in order
+SUPPRESSION = (0.0, 5.0, 10.0, 20.0, 40.0, 80.0)  # subtracted from logits, tried in order
 CALIBRATION_TOKENS = 8_000  # half to fit the suppression, half to check it
-# The draft has learnt these answers: on new text it is less sure of its own tokens, and gives the
-# trimmed ones many times as much (docs/lab-notes.md).
+# Most probability of trimmed tokens. It is measured on training answers; on new text the trimmed
+# tokens have many times more (docs/lab-notes.md).
 DROPPED_MASS = 1e-4
 
 
@@ -52,7 +52,7 @@ def export_draft(
             compact = partial / "compact"
             compact.mkdir()
             embedding = input_embedding(full).to(dtype)
-            # a FrozenEmbedding keeps its dtype and gives fp32
+            # because a FrozenEmbedding returns fp32
             full.set_input_embeddings(nn.Embedding.from_pretrained(embedding))
             kind.save(compact, Draft(full, ids), embedding, recipe.target)
             if ids is not None:
@@ -71,11 +71,11 @@ def full_vocabulary(
 ) -> tuple[PreTrainedModel, dict[str, float]]:
     """The distilled draft under a head over the target's whole vocabulary [V, H].
 
-    Entries of trimmed tokens are the fitted ones from before training, lowered by a constant:
-    without it they would win now and then, because training has moved the states. A head has no
-    bias here, so the constant is the least-squares entry w with w·h = -1 over half of the draft's
-    own states h. The smallest multiple is taken at which, over the other half, the greedy choice is
-    the trimmed head's on 999 of 1000 positions, and the trimmed tokens hold no more than
+    Entries of trimmed tokens come from `full_head`, and their logits are lowered by a constant,
+    because training has changed the states and some of these logits would be the highest. The head
+    has no bias, so the constant is an entry w with w·h = -1 (least squares over half of the draft's
+    states h). Its smallest multiple is taken with which, over the other half, the greedy choice is
+    the trimmed head's on 999 of 1000 positions, and the trimmed tokens have no more than
     DROPPED_MASS of the draft's probability. Also returns both numbers: `same_choice` and
     `trimmed_probability`.
     """
@@ -93,7 +93,7 @@ def full_vocabulary(
     h = h.float()
     trained_rows = distilled.get_output_embeddings().weight
     best, total = _best_and_sum(h, trained_rows.split(HEAD_ROWS))
-    # lowered, all trimmed rows lose the same at a position: the best of them stays the best
+    # at a position all trimmed logits are lowered equally, so their best stays the best
     pieces = trimmed.nonzero()[:, 0].split(HEAD_ROWS)
     rival, trimmed_sum = _best_and_sum(h, (full_head[rows] for rows in pieces))
     loss = (h @ lower.float())[:, 0]
@@ -113,18 +113,18 @@ def full_vocabulary(
     for rows in pieces:
         head[rows] = (full_head[rows].float() + strength * lower.T.float()).to(head.dtype)
     head[token_ids] = trained_rows
-    # a copy on the same weights
+    # a copy that shares the weights
     model = copy.deepcopy(distilled, {id(weight): weight for weight in distilled.parameters()})
     model.lm_head, model.config.vocab_size = linear(head), len(head)
     return model, {"same_choice": kept, "trimmed_probability": mass}
 
 
 def _best_and_sum(h: Tensor, pieces: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
-    """The best logit of a head's rows at each state [N], and the log of the sum of their exp."""
+    """The maximum, and the logsumexp, of a head's logits at each state [N]."""
     by_piece = []
     for rows in pieces:
         logits = h @ rows.float().T
         by_piece.append((logits.amax(-1), logits.logsumexp(-1)))
-        del logits  # else the next ones are made beside them
+        del logits  # before the next ones are computed
     bests, sums = zip(*by_piece, strict=True)
     return torch.stack(bests).amax(0), torch.stack(sums).logsumexp(0)

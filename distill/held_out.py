@@ -42,9 +42,9 @@ PADDING = -100  # transformers pads the gathered results of an evaluation with t
 class Measurement:
     """A measurement after `step` steps, on `tokens` different tokens.
 
-    Sums over the positions of each held-out prompt: of tokens accepted, of what the cut of the
-    cache lacks (`losses.acceptance`), of positions; and, over all drafted tokens that are trained,
-    of those accepted and of those drafted.
+    The lists have a number for each held-out prompt. accepted, lacking: the results of
+    `losses.acceptance` summed over its positions. positions: their number. drafts_accepted, drafts:
+    accepted tokens, and all, of the drafted tokens that are trained.
     """
 
     step: int
@@ -61,7 +61,7 @@ class Measurement:
 
     @property
     def drafted(self) -> float:
-        """The share accepted of all drafted tokens that are trained, given those before them.
+        """The acceptance rate of all drafted tokens that are trained, each after the right tokens.
 
         The weights with the highest share are the best. Kinds that train one token a position have
         the acceptance rate here. The acceptance rate of pard, eagle3 and medusa counts the first
@@ -71,10 +71,10 @@ class Measurement:
 
 
 class HeldOut(TrainerCallback):
-    """When the draft is evaluated, on which rows, by which metrics; prints and keeps the results.
+    """Decides when the draft is evaluated, computes the metrics, prints and stores the results.
 
-    rows: what to give the trainer as `eval_dataset`: all of them each time, so that the best
-    weights and an early stop never rest on a few.
+    rows: the trainer's `eval_dataset`. Each measurement uses all rows, because few rows would make
+    the choice of the best weights and an early stop uncertain.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ class HeldOut(TrainerCallback):
         self.sums: list[list[Any]] = []  # the columns of the latest `Measurement`
 
     def progress(self, state: TrainerState) -> float:
-        """How much of the training is over, by steps or by time, from 0 to 1."""
+        """The share of the training that is over, by steps or by time, whichever is larger."""
         by_time = 0.0 if self.clock is None else self.clock.progress
         return max(by_time, state.global_step / max(1, state.max_steps))
 
     def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        """Acceptance rate and share of drafted tokens, of what `prediction_step` gives."""
+        """The metrics `alpha` and `drafted` from the results of `prediction_step`."""
         gathered: Any = prediction.predictions
         accepted, lacking, drafts_accepted, drafts = gathered  # each [B, T]
         predicted = accepted != PADDING
@@ -126,7 +126,7 @@ class HeldOut(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         progress = self.progress(state)
         due = bisect.bisect_right(MEASURED_AT, progress) > self.passed
-        # the first measurement, before any step, does not count
+        # without the first measurement, but with this one
         affordable = self.cost * len(self.measurements) <= SHARE * state.global_step
         control.should_evaluate = progress >= 1 or (due and affordable)
 
@@ -159,7 +159,7 @@ class HeldOut(TrainerCallback):
 
 
 def read_measurements(folder: Path) -> list[Measurement]:
-    """The measurements of a run; none where it has written none."""
+    """The measurements that a run has written."""
     path = folder / MEASUREMENTS
     if not path.exists():
         return []
@@ -167,7 +167,7 @@ def read_measurements(folder: Path) -> list[Measurement]:
 
 
 def held_out_curve(folder: Path, held_out: PromptSet) -> HeldOutCurve | None:
-    """The acceptance rate by the tokens trained on, for the report of a run; None without any."""
+    """The acceptance rate by tokens trained on, for a run's report; None if not measured."""
     measurements = read_measurements(folder)
     if not measurements:
         return None
@@ -189,5 +189,5 @@ def held_out_curve(folder: Path, held_out: PromptSet) -> HeldOutCurve | None:
 
 
 def best_of(measurements: Sequence[Measurement]) -> Measurement | None:
-    """The measurement of the best weights, the first of equals; None where there is none."""
+    """The first measurement with the highest `drafted`; None if there is no measurement."""
     return max(measurements, key=lambda measurement: measurement.drafted, default=None)

@@ -1,4 +1,4 @@
-"""LoRA (arXiv 2106.09685): adapters of a low rank."""
+"""LoRA (arXiv 2106.09685)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from align.files import atomic_folder
 
 
 def lora_config(rank: int, alpha: int) -> LoraConfig:
-    """Adapters on all linear layers: on queries and values alone they are too few.
+    """Adapters on all linear layers, because queries and values alone have too few weights.
 
     The head has none, because an adapter on a head tied to the embedding is merged wrongly.
     """
@@ -19,7 +19,7 @@ def lora_config(rank: int, alpha: int) -> LoraConfig:
 
 
 def save_adapters(trained: Any, base: str, folder: Path) -> None:
-    """Write the adapters of a PeftModel in peft's format. base: the model that they are for."""
+    """Write the adapters of a PeftModel in peft's format. base: their base model."""
     with atomic_folder(folder) as partial:
         trained.peft_config["default"].base_model_name_or_path = base
         trained.save_pretrained(str(partial), save_embedding_layers=False)

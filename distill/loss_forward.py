@@ -1,4 +1,4 @@
-"""The forward pass of a draft that is trained: from a batch to its loss, whatever its kind.
+"""The forward pass of every kind of draft in training: from a batch to its loss.
 
 Legend: N response positions of the batch, H hidden size, K rows of the draft's head.
 """
@@ -31,18 +31,18 @@ def give_loss_forward(model: PreTrainedModel, kind: DraftKind, divergence: Diver
     if head.bias is not None or softcap:
         addition = "a bias" if head.bias is not None else f"softcap {softcap}"
         raise ValueError(
-            f"TOK-012: the draft's head has {addition}, and the loss here does not compute it; use "
-            "another draft, or none: then the target is pruned."
+            f"TOK-012: the draft's head has {addition}, and the loss cannot compute it; use "
+            "another draft, or leave draft out to prune the target."
         )
 
     def forward(temperature: float | None = None, **inputs: Any) -> ModelOutput:
         batch = TrainingBatch(**{k: v for k, v in inputs.items() if k in TrainingBatch._fields})
-        if batch.top_logprobs.dtype == torch.int32:  # the trainer's `_prepare_inputs`
+        if batch.top_logprobs.dtype == torch.int32:  # see the trainer's `_prepare_inputs`
             batch = batch._replace(top_logprobs=batch.top_logprobs.view(torch.float32))
         weight = head.weight
         if isinstance(weight, DTensor):
-            # a head that peft trains whole beside adapters is a unit of FSDP on its own, and whole
-            # in its own forward alone; each process' gradient is of its own rows
+            # a head that peft trains in full is a separate unit of FSDP, and is sharded here; each
+            # process computes the gradient of its own part of the batch
             weight = weight.full_tensor(grad_placements=[Partial("avg")] * weight.device_mesh.ndim)
         if temperature is not None:
             return _acceptance(kind, model, weight, batch, temperature)
@@ -54,7 +54,7 @@ def give_loss_forward(model: PreTrainedModel, kind: DraftKind, divergence: Diver
 
 
 def take_loss_forward(model: PreTrainedModel) -> None:
-    """Give the model back the `forward` of its class: it returns logits."""
+    """Restore the `forward` of the model's class, which returns logits."""
     vars(model).pop("forward", None)
 
 
@@ -65,10 +65,10 @@ def _acceptance(
     batch: TrainingBatch,
     temperature: float,
 ) -> ModelOutput:
-    """`acceptance` of a head of that weight [K, H] at each position [N].
+    """`acceptance` with a head of this weight [K, H], for each position [N].
 
-    accepted, lacking: for the first token of a draft. drafted: the sum over all drafted tokens that
-    are trained for the position. tokens: their number.
+    accepted, lacking: of the first token of a draft. drafted: the sum of the acceptance rates of
+    all drafted tokens that learn this position. tokens: the number of these tokens.
     """
 
     def chances(states: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ def _acceptance(
     states, entries, _ = kind.head_input(model, batch)
     chance, lacking = chances(states, entries)
     count = len(batch.positions)
-    # several drafted tokens may be the one after the same position
+    # several drafted tokens may learn the same position
     drafted = torch.zeros_like(chance[:count]).index_add_(0, entries, chance)
     tokens = torch.zeros_like(drafted).index_add_(0, entries, torch.ones_like(chance))
     return ModelOutput(

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 1024  # response positions whose logits exist at once
-ROWS = 64  # the rows of a product are padded to a multiple of it: `rounded`
-P_FLOOR = 1e-6  # below it fp16 storage cannot tell the mass of the rest from 0
+ROWS = 64  # the rows of a product are padded to a multiple of this number (`rounded`)
+P_FLOOR = 1e-6  # below this, fp16 storage cannot distinguish the rest's mass from 0
 
 # A loss of p, q and log q [N, C + 1]: its values [N], and q times its derivative in q [N, C + 1].
 Divergence = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -52,7 +52,7 @@ def log_alpha(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lk(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """w KL(p || q) + (1 - w) TV with w = exp(-3 alpha), a constant (arXiv 2602.23881)."""
+    """w KL(p || q) + (1 - w) TV, w = exp(-3 alpha) without gradient (arXiv 2602.23881)."""
     weight = (-3 * torch.minimum(p, q).sum(-1)).exp()
     (kl, kl_pull), (distance, tv_pull) = forward_kl(p, q, log_q), tv(p, q, log_q)
     pull = weight[:, None] * kl_pull + (1 - weight[:, None]) * tv_pull
@@ -82,7 +82,7 @@ def coarse_loss(
 
     Returns the values, and the gradient of each in its logits [N, K], in closed form: with
     g = q dL/dq of a bucket and G their sum, g - q G on a cached token, q (g_rest / q_rest - G) on
-    any other. Positions whose cached tokens all lack an entry have nothing but the rest: loss and
+    any other. If no cached token of a position has an entry, only the rest remains: then loss and
     gradient are 0.
     """
     top = logits.amax(-1, keepdim=True)
@@ -100,8 +100,8 @@ def coarse_loss(
     p_rest = (1 - p.sum(-1)).clamp_min(0)
     p = p.masked_fill(~has_entry, 0)
     kept = p.sum(-1) + p_rest
-    # what fp16 storage leaves of a position without any token of the draft's head is rounding error
-    teaches = ~(kept <= 1e-3) & has_entry.any(-1)  # NaN is not hidden
+    # a smaller `kept` is rounding error of fp16 storage: the draft's head has no token of p
+    teaches = ~(kept <= 1e-3) & has_entry.any(-1)  # `~` keeps NaN visible
     p = torch.cat([p, p_rest[:, None]], dim=1) / kept.clamp_min(1e-3)[:, None]
 
     q_cached = log_q.exp().masked_fill(~has_entry, 0)
@@ -137,19 +137,19 @@ def acceptance(
     if temperature == 1:
         p = cached_logprobs.float().exp()
         lacking = torch.minimum(1 - p.sum(-1), 1 - q.sum(-1))
-    else:  # the mass of the rest that `sharpen` leaves is a bound
+    else:  # `sharpen` gives an upper bound of the mass of the rest
         p = sharpen(cached_logprobs, temperature).exp()
         lacking = 1 - p.sum(-1)
     return torch.minimum(p, q).sum(-1), lacking.clamp_min(0)
 
 
 def sharpen(logprobs: Tensor, temperature: float) -> Tensor:
-    """Cached log p [N, C], best first, after p ** (1 / temperature); the rest has what they lack.
+    """Cached log p [N, C], best first, of the normalised p ** (1 / temperature).
 
-    The powers of the rest, of mass r, are not known, but none of its tokens is likelier than the
-    last cached one, p_C. So they sum to at most r min(r, p_C) ** (1 / temperature - 1). The rest
-    gets this bound: too little would inflate q on the cached tokens, and p_C is small. temperature:
-    at most 1, because above 1 the sum has no useful bound.
+    The mass that they lack is that of the rest. Its powers are not known, but no token of the rest
+    is likelier than the last cached one, p_C. So the powers of a rest of mass r sum to at most
+    r min(r, p_C) ** (1 / temperature - 1). This bound is used, because a smaller value would
+    inflate q on the cached tokens. temperature: at most 1, because else there is no useful bound.
     """
     assert 0 < temperature <= 1, temperature
     power = 1 / temperature
@@ -161,24 +161,24 @@ def sharpen(logprobs: Tensor, temperature: float) -> Tensor:
 
 
 def rounded(rows: Tensor) -> Tensor:
-    """Rows [N, …] with zeros behind them, up to a multiple of ROWS.
+    """Rows [N, H] with rows of zeros after them, up to a multiple of ROWS.
 
-    oneDNN keeps 0.3 MB for each shape of a product for as long as the process lives, and nearly
-    every batch brings another N (docs/lab-notes.md).
+    oneDNN keeps 0.3 MB for each shape of a product until the process ends, and nearly every batch
+    has another N (docs/lab-notes.md).
     """
     return F.pad(rows, (0, 0, 0, -len(rows) % ROWS))
 
 
 def head_logits(states: Tensor, weight: Tensor) -> Tensor:
-    """Logits [N, K] of a head of that weight [K, H] after the states [N, H]."""
+    """Logits [N, K] of a head with this weight [K, H] for the states [N, H]."""
     return F.linear(rounded(states), weight)[: len(states)]
 
 
 class _HeadLoss(torch.autograd.Function):
-    """The head and its loss in one: gradients are taken while a chunk's logits exist.
+    """Head and loss in one function. It computes gradients while a chunk's logits exist.
 
     So [N, K] logits are never in memory at once, and the backward pass does not compute the head
-    again (2410.10989 fuses cross-entropy in this way).
+    again (arXiv 2410.10989 does this for cross-entropy).
     """
 
     @staticmethod
@@ -230,7 +230,7 @@ def head_loss(
 ) -> Tensor:
     """The summed `coarse_loss` of the logits `hidden @ weight.T`.
 
-    hidden: what the head reads at response positions [N, H]. weight: the head [K, H]. The products
+    hidden: the head's inputs at response positions [N, H]. weight: the head [K, H]. The products
     run in autocast's dtype where that is on. Differentiable once, in hidden and weight.
     """
     total: Tensor = _HeadLoss.apply(hidden, weight, cached_ids, cached_logprobs, divergence)

@@ -42,9 +42,9 @@ PRUNABLE = ("llama", "qwen2", "qwen3", "mistral")
 class Pair:
     """The vocabularies of target and draft, and how they are mapped (align/check.py).
 
-    Without a sibling the draft is made of the target. vocab_map: for the strategies that need one.
-    layers: the target's hidden states that the draft reads; none for most. mask: the id of the
-    draft's mask; None for kinds without.
+    Without a sibling `draft` is `target`. vocab_map: None if the strategy needs no map. layers: the
+    target's hidden states that the draft reads; empty for most kinds. mask: the id of the draft's
+    mask; None for kinds without a mask.
     """
 
     target: Vocabulary
@@ -57,14 +57,14 @@ class Pair:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the target's embedding."""
+        """Vocabulary entries of the target's embedding."""
         return self.target.rows
 
     def target_embedding(self, dtype: torch.dtype) -> Tensor:
-        """The target's input embedding [V, H], on the CPU, mapped anew from its file.
+        """The target's input embedding [V, H], on the CPU, memory-mapped from its file.
 
-        Pages of the file that are read stay in memory. The check of the embedding's hash reads them
-        all, so take an embedding to keep after that check.
+        Pages that are read stay in memory. The check of the embedding's hash reads all pages, so
+        call this again for an embedding that stays.
         """
         for path in weight_files(resolve_checkpoint(self.target.spec)):
             with safe_open(path, "pt") as file:
@@ -89,7 +89,7 @@ def check_models(recipe: Recipe) -> Pair:
         )
     target = read_vocabulary(recipe.target)
     draft = target if recipe.sibling is None else read_vocabulary(recipe.sibling)
-    published = None  # config.json of the heads that the recipe starts from
+    published = None  # config.json of a published draft that the recipe starts from
     if recipe.draft is not None and recipe.sibling is None:
         published = read_json(resolve_checkpoint(recipe.draft, weights=False) / "config.json")
     if recipe.answers != "server":  # else neither is decoded here
@@ -116,7 +116,7 @@ def check_models(recipe: Recipe) -> Pair:
 
 
 def with_published_kind(recipe: Recipe) -> Recipe:
-    """The recipe with kind and head size of its `draft`, where others trained that draft.
+    """The recipe with the kind and head size of its published `draft`; else the same recipe.
 
     Raises ValueError for a draft of another kind than the recipe names, or of another target.
     """
@@ -128,7 +128,7 @@ def with_published_kind(recipe: Recipe) -> Recipe:
         if not recipe.kind.language_model:
             raise ValueError(
                 f"drafter is {recipe.kind_name!r}, but draft {recipe.draft!r} is of another kind; "
-                "name such a draft, or leave drafter out."
+                "name a draft of this kind, or leave drafter out."
             )
         return recipe
     rows = form.head_rows(read_json(folder / "config.json"))
@@ -161,15 +161,15 @@ def check_prunable(config: dict[str, Any], num_layers: int) -> None:
 
 
 def forced_tokens(target: Vocabulary) -> set[int]:
-    """Ids that a trimmed head always keeps: stops, special tokens, the byte units."""
+    """Ids that a trimmed head always keeps: stops, special tokens, single-byte tokens."""
     return {*target.all_stops, *target.tokenizer.all_special_ids, *byte_units(target.tokens)}
 
 
 def target_loader(recipe: Recipe, prompts: Prompts) -> functools._lru_cache_wrapper[Target]:
-    """A function that loads the target at its first call; `cache_clear` releases the target.
+    """A function that loads the target at its first call. Its `cache_clear` frees the target.
 
-    The target's decoder is long enough for every prompt and its response. Raises ValueError where
-    the context of the draft is shorter.
+    The target's context is long enough for every prompt with its response. Raises ValueError if
+    the draft's context is shorter.
     """
     dtype, device = getattr(torch, recipe.dtype), target_device(recipe)
     ids = prompts.evaluation.ids + prompts.training.ids + prompts.tuning.ids
@@ -187,7 +187,7 @@ def target_loader(recipe: Recipe, prompts: Prompts) -> functools._lru_cache_wrap
 
 
 def target_device(recipe: Recipe) -> str:
-    """The device of the target, in the form of `load_on`."""
+    """The device of the target, as an argument of `load_target`."""
     if recipe.device_map is not None:
         return recipe.device_map
     on_gpu = torch.cuda.is_available() and not recipe.training.get("use_cpu", False)
@@ -198,7 +198,7 @@ def load_sibling(pair: Pair) -> PreTrainedModel:
     """The pair's draft in fp32, over the target's vocabulary."""
     model = load_model(pair.draft.spec, torch.float32)
     ends = vars(model.generation_config)
-    # a file may have a temperature without do_sample, and no such config can be saved
+    # a config with a temperature but without do_sample cannot be saved
     model.generation_config = GenerationConfig(
         **{name: ends.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     )
@@ -208,7 +208,7 @@ def load_sibling(pair: Pair) -> PreTrainedModel:
 
 
 def head_rows(token_ids: Tensor | None, vocab_size: int) -> Tensor | None:
-    """The entry of each target id in a trimmed head [V], -1 without one; None for a whole head."""
+    """The entry of each target id in a trimmed head [V], else -1; None for an untrimmed head."""
     if token_ids is None:
         return None
     rows = torch.full((vocab_size,), -1)

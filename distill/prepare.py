@@ -1,4 +1,4 @@
-"""The base draft: a sibling, or a draft that is made of the target.
+"""The base draft: a sibling, or a draft that is made from the target.
 
 Legend: V the target's vocabulary.
 """
@@ -32,14 +32,14 @@ FULL_HEAD = "full_head.safetensors"
 def prepare_draft(
     recipe: Recipe, pair: Pair, load: Callable[[], Target], answers: Answers
 ) -> Draft:
-    """The base draft. A draft made of the target is written to `prepared/` and read from there.
+    """The base draft. A draft made from the target is written to `prepared/` and read from there.
 
-    load: gives the target; it is called where `prepared/` is not complete.
+    load: returns the target; called only if `prepared/` is not complete.
     """
     if recipe.sibling is not None:
         return read_prepared(recipe, pair)
     folder = recipe.folder / "prepared"
-    # a finished run has deleted its fitted head
+    # a finished run has deleted FULL_HEAD
     if not (folder / (FULL_HEAD if recipe.kind.language_model else PREPARED)).exists():
         _start(recipe, pair, load(), answers, folder)
     shape = f"{recipe.num_draft_layers} layers" if recipe.kind.language_model else recipe.kind_name
@@ -51,7 +51,7 @@ def prepare_draft(
 
 
 def _start(recipe: Recipe, pair: Pair, target: Target, answers: Answers, folder: Path) -> None:
-    """Write the base draft, made of the target, and the mass that its head loses, into `folder`."""
+    """Write a base draft made from the target, and its head's lost mass, into the folder."""
     mass = domain_mass(answers, pair.vocab_size)
     ids = None
     if recipe.draft_vocab_size is not None and recipe.draft is None:
@@ -90,7 +90,7 @@ def _started(
 
 
 def read_prepared(recipe: Recipe, pair: Pair) -> Draft:
-    """The base draft, as `prepare_draft` has written it."""
+    """The base draft: the sibling, or the draft that `prepare_draft` has written."""
     if recipe.sibling is not None:
         return _sibling(recipe, pair)
     folder = recipe.folder / "prepared"
@@ -107,9 +107,9 @@ def _sibling(recipe: Recipe, pair: Pair) -> Draft:
 
 
 def untrained_drafter(recipe: Recipe, pair: Pair, target: Target) -> Drafter:
-    """A drafter of the recipe's kind and shape, for timing before there are answers.
+    """A drafter of the recipe's kind and shape, to time a step before there are answers.
 
-    A trimmed head keeps the target's first entries here, because the choice needs answers.
+    Its trimmed head keeps the first vocabulary entries, because choosing entries needs answers.
     """
     if recipe.sibling is not None and not recipe.kind.added_modules:
         return load_drafter(pair.draft.spec, target, pair.strategy)
@@ -145,7 +145,7 @@ def domain_mass(answers: Iterable[CachedAnswer], vocab_size: int) -> Tensor:
 
 
 def until(answers: Iterable[CachedAnswer], tokens: int) -> Iterator[CachedAnswer]:
-    """The first answers with so many response tokens in all."""
+    """The first answers, until their responses have `tokens` tokens in total."""
     for answer in answers:
         if tokens <= 0:
             return

@@ -44,8 +44,8 @@ STDLIB = "embedded:stdlib-functions"
 LICENCES = "embedded:licence-clauses"
 PROMPTS = "prompts"  # in a run's folder: the prompts as they were asked
 OVERLAP, IDS = "overlap.json", "ids.json"
-HELD_OUT_PART = 20  # one in so many training prompts is held out at most
-HELD_OUT_FEWEST = 8  # the acceptance rate on fewer prompts says little
+HELD_OUT_PART = 20  # at most one in 20 training prompts is held out
+HELD_OUT_FEWEST = 8  # on fewer prompts the acceptance rate is too uncertain
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class Prompts:
 
 
 def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
-    """The prompts of a recipe, rendered to the target's ids. A call of all processes.
+    """The prompts of a recipe, rendered to the target's ids. All processes must call it.
 
-    They come from the run's folder where `keep_prompts` has left them, else from their sources:
-    a draft is evaluated on the prompts that its training prompts were compared with. Raises
+    They come from the run's folder if `keep_prompts` has written them, because a draft is evaluated
+    on the prompts that its training prompts were compared with; else from their sources. Raises
     PromptError, SourceError.
     """
     if not recipe.dry_run and from_first((recipe.folder / PROMPTS).is_dir()):
@@ -97,9 +97,9 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
 
 
 def _kept(recipe: Recipe) -> Prompts:
-    """The prompts that `keep_prompts` has left in a run's folder.
+    """The prompts that `keep_prompts` has written to a run's folder.
 
-    Their ids are kept as well, because a chat template may render the date.
+    Their ids are stored as well, because a chat template may render the date.
     """
     folder = recipe.folder / PROMPTS
     print(f"prompts: those in {folder}, with which the run began")
@@ -150,7 +150,7 @@ def _chosen(recipe: Recipe, target: Vocabulary) -> Prompts:
 
 
 def keep_prompts(folder: Path, prompts: Prompts) -> None:
-    """Write a run's prompts into its folder, all or none, where they are not there yet."""
+    """Write a run's prompts into its folder, all or none, if they are not there yet."""
     kept = folder / PROMPTS
     if kept.is_dir():
         return
@@ -172,10 +172,10 @@ def keep_prompts(folder: Path, prompts: Prompts) -> None:
 def training_prompts(
     spec: str, eval_prompts: list[Prompt], limit: int | None, seed: int
 ) -> tuple[list[Prompt], Overlap]:
-    """Up to `limit` different prompts in an order drawn with the seed; None: all.
+    """Up to `limit` different prompts (None: all) in an order drawn with the seed.
 
-    None of them equals or nearly duplicates an evaluation prompt. Raises PromptError when none is
-    left, and what `load_prompts` raises.
+    No prompt is equal to, or a near-duplicate of, an evaluation prompt. Raises PromptError if none
+    is left, and the errors of `load_prompts`.
     """
     if spec == STDLIB:
         source: Sequence[Prompt] = stdlib_prompts()
@@ -185,12 +185,12 @@ def training_prompts(
         source = open_prompts(spec)
     order = list(range(len(source)))
     random.Random(seed).shuffle(order)
-    # read singly until there are enough: of a large data set only these are ever in memory
+    # read one by one, so that only these prompts of a large data set are in memory
     kept, overlap = drop_overlap((source[i] for i in order), eval_prompts, limit)
     if not kept:
         raise PromptError(
             f"All {len(source)} training prompts of {spec!r} repeat evaluation prompts; train on "
-            "others, or put what all prompts share (a schema, rules) into a system message."
+            "others, or put text that all prompts share (a schema, rules) into a system message."
         )
     refuse_repeated_ids(kept, spec)
     return kept, overlap
@@ -200,7 +200,7 @@ def evaluation_prompts(spec: str, limit: int | None, seed: int) -> list[Prompt]:
     """Evaluation prompts; the licence builder gives those of documents held out from training."""
     if spec == STDLIB:
         raise PromptError(
-            f"eval_prompts is {spec!r}, but these prompts are to train on and have no held-out "
+            f"eval_prompts is {spec!r}, but these prompts are for training and have no held-out "
             "part; evaluate on HumanEval, another data set or a file."
         )
     if spec == LICENCES:
@@ -211,9 +211,9 @@ def evaluation_prompts(spec: str, limit: int | None, seed: int) -> list[Prompt]:
 def _held_out(
     recipe: Recipe, prompts: list[Prompt], others: PromptSet
 ) -> tuple[PromptSet, PromptSet]:
-    """Which of `others` are held out, and which are trained on; prints why none is held out.
+    """The held-out and the training prompts of `others`; prints the reason if none is held out.
 
-    prompts: the same ones before they were put into chat form, in which all are alike.
+    prompts: the same prompts before chat form, because in chat form all prompts are alike.
     """
     kept = {prompt.id for prompt in others.prompts}
     remaining = [prompt for prompt in prompts if prompt.id in kept]
@@ -237,10 +237,10 @@ def _held_out(
 
 
 def hold_out(prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
-    """The first prompts, `count` or as many more as complete their groups, and all others but
-    near-duplicates of them.
+    """Held-out prompts: the first `count` or more, with all prompts of their groups. And training
+    prompts: all others, without near-duplicates of held-out prompts.
 
-    A group that would make them more than twice as many is passed over.
+    A group that would make more than 2 * `count` held-out prompts is skipped.
     """
     sizes = Counter(prompt.group for prompt in prompts)
     held_out: list[Prompt] = []

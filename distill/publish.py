@@ -49,12 +49,12 @@ NEEDED = (
 SAME_CHOICE, TRIMMED_PROBABILITY = 0.99, 0.005
 
 
-# What earlier pushes may have left there under names that this one does not have.
+# Files of an earlier push that may have no successor in this one.
 OURS = ["*.safetensors", "*.safetensors.index.json", "compact/*"]
 
 
 class PublishError(ValueError):
-    """The run cannot be published as it is, or the Hub did not take it."""
+    """The run cannot be published yet, or the Hub refused it."""
 
 
 def check_files(run: Path) -> None:
@@ -86,10 +86,10 @@ def _present(path: Path) -> Path:
 
 
 def reports_of(run: Path, named: Sequence[Path]) -> list[Report]:
-    """The run's own report, where it has one, and the named ones.
+    """The run's report, if it has one, and the named ones.
 
-    named: a report.json, or the output folder of an evaluation. Raises ReportError for a broken
-    one, and PublishError where there is none at all.
+    named: report.json files, or output folders of evaluations. Raises ReportError for a broken
+    report, and if there is no report at all.
     """
     paths = [path / "report" / "report.json" if path.is_dir() else path for path in named]
     own = run / "report" / "report.json"
@@ -101,9 +101,9 @@ def reports_of(run: Path, named: Sequence[Path]) -> list[Report]:
 def unmet_conditions(
     run: Path, reports: Sequence[Report], weights: set[str], licence: str | None, source: str
 ) -> list[str]:
-    """The unmet conditions of a publication, a sentence each with its remedy.
+    """The unmet conditions of a publication, each with its remedy.
 
-    weights: the hashes of the draft's weights. source: of the licence, or why there is none.
+    weights: the hashes of the draft's weights. source: of the licence, or why it is unknown.
     """
     unmet = []
     again = f"measure it again: python -m eval.run --run {run.name}"
@@ -161,7 +161,7 @@ def publish(
     to: None checks the run and writes the card of its own draft; a push then copies it to
     `published/` in the run. reports: as for `reports_of`. licence: None derives it from target and
     draft. Raises ValueError for an incomplete run or an unmet condition, before anything is
-    written, and for a Hub that refuses.
+    written, and if the Hub refuses the upload.
     """
     check_files(run)
     recipe, measured = read_yaml(run / "recipe.yaml"), reports_of(run, reports)
@@ -200,15 +200,15 @@ def publish(
 
 
 def push_folder(folder: Path, repo_id: str, public: bool) -> str:
-    """Upload `folder` to the model repository `repo_id`, made if need be, and return its address.
+    """Upload `folder` to the model repository `repo_id`, which is created if missing.
 
-    huggingface_hub stores large files first, each by its hash, and one commit at the end names them
-    all. So a repository shows the whole draft or what it showed before, and the same call after a
-    failure goes on where it stopped.
+    Returns the address. huggingface_hub first uploads large files by their hashes, and one commit
+    adds all files at the end. So a repository never has a part of a draft, and the same call after
+    a failure resumes the upload.
 
-    The token is that of the environment or of `hf auth login`, and no message has it. Raises
+    The token is that of the environment or of `hf auth login`, and no message contains it. Raises
     PublishError for an ill-formed name, without a login, for a repository of the other visibility,
-    and where the Hub refuses or is not reached.
+    and if the Hub refuses or cannot be reached.
     """
     if not re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", repo_id):
         raise PublishError(f"{repo_id!r} is not the name of a Hub repository; write it as ORG/NAME")
@@ -231,14 +231,14 @@ def push_folder(folder: Path, repo_id: str, public: bool) -> str:
     except PublishError:
         raise
     except (OSError, HTTPError, RuntimeError, ValueError) as error:
-        # huggingface_hub wraps what stopped the upload of a file in a RuntimeError
+        # huggingface_hub wraps the error of a file's upload in a RuntimeError
         cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
         text = " ".join(str(cause).split()) or type(cause).__name__
-        if token := get_token():  # should a server repeat it
+        if token := get_token():  # a server may repeat it
             text = text.replace(token, "***")
         raise PublishError(
             f"the Hub did not take {repo_id} ({text}). Nothing of it is visible there yet; run the "
-            "same command again to go on, or publish with --to FOLDER"
+            "same command again to resume, or publish with --to FOLDER"
         ) from None
     return str(address)
 

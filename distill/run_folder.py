@@ -1,4 +1,4 @@
-"""A run's output folder: the recipe that it belongs to, its origin, and what stays at the end."""
+"""A run's output folder: its recipe, its provenance, and the files that stay at the end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from distill.teacher.store import names_of
 from distill.trainer import last_checkpoint
 from eval.prompts import prompts_sha256
 
-# What two runs of one folder may differ in.
+# Keys that may change between two starts of a run.
 FREE_KEYS = set(
     "dry_run coverage_curve resume_from_checkpoint output_dir logging_steps save_steps report_to "
     "answer_url speculative_url target_hub_id device_map".split()
@@ -34,14 +34,14 @@ PACKAGES = "torch transformers trl peft accelerate datasets evaluate gguf safete
 
 
 def refuse_another_run(recipe: Recipe) -> None:
-    """Raise RecipeError where the output folder holds what another recipe made."""
+    """Raise RecipeError if the output folder belongs to another recipe."""
     path = recipe.folder / "recipe.yaml"
     if not path.exists():
         return
     written, asked = read_yaml(path), recipe.values()
     free = set(FREE_KEYS)
     if "server" not in (written["answers"], recipe.answers):
-        free.add("answers")  # here or by a vLLM they are the same model's, in one store
+        free.add("answers")  # `local` and `vllm` share a store
     changed = sorted(
         key for key in (written.keys() | asked) - free if written.get(key) != asked.get(key)
     )
@@ -54,9 +54,9 @@ def refuse_another_run(recipe: Recipe) -> None:
 
 
 def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts) -> None:
-    """Write recipe, verdict, map and prompts. Then the folder belongs to this recipe.
+    """Write recipe, verdict, map and prompts: from now on the folder belongs to this recipe.
 
-    The first process calls it after all checks.
+    Only the first process calls it, after all checks.
     """
     folder = recipe.folder
     if pair.vocab_map is not None and not (folder / VOCAB_MAP).exists():
@@ -80,7 +80,7 @@ def provenance(recipe: Recipe, prompts: Prompts, seconds: float) -> dict[str, An
         check=False,  # an installed wheel has no repository
     ).stdout.strip()
     used, ids = read_json(recipe.folder / USED), names_of(prompts.training.ids)
-    prepared = recipe.folder / "prepared" / PREPARED  # of a draft that is made of the target
+    prepared = recipe.folder / "prepared" / PREPARED  # absent for a sibling
     return {
         "command": sys.argv,
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
@@ -110,7 +110,7 @@ _SPENT = ["optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "training_arg
 def delete_training_state(folder: Path) -> None:
     """Delete the files of a finished run that only further training needs.
 
-    Both drafts stay, and the last checkpoint with its weights and marker.
+    Both drafts stay, and the weights and marker of the last checkpoint.
     """
     last = last_checkpoint(folder)
     for checkpoint in folder.glob("checkpoint-*"):

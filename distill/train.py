@@ -1,7 +1,7 @@
-"""Distil a draft for a target on one domain, and report what it is worth.
+"""Distil a draft for a target on one domain, and report its acceptance rate and speed-up.
 
     accelerate launch distill/train.py --recipe code              models from PyPI, CPU, no Hub
-    accelerate launch distill/train.py --recipe code --dry_run true    what it needs and can gain
+    accelerate launch distill/train.py --recipe code --dry_run true    estimate needs and gain
     accelerate launch distill/train.py --recipe legal --num_train_epochs 8
 
 After an interruption the same command continues the run.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-os.environ.setdefault("TQDM_DELAY", "1")  # when tqdm is imported: no bar for what takes a moment
+os.environ.setdefault("TQDM_DELAY", "1")  # read at tqdm's import; hides bars of short tasks
 
 from accelerate import PartialState
 
@@ -39,17 +39,17 @@ from distill.trainer import WAIT, distil_draft, training_config
 from eval.measuring.journal import INTERRUPTED
 from eval.reporting.text import print_summary
 
-COVERED = 256  # answers by which `coverage_curve` judges trimmed vocabularies
+COVERED = 256  # number of answers from which `coverage_curve` is computed
 
 
 def run(recipe: Recipe) -> int:
-    """Check the recipe, then do the main job or its dry run; returns an exit status."""
+    """Check the recipe, then do the run or its dry run. Returns an exit status."""
     timeout = float(recipe.training.get("ddp_timeout", WAIT))
     use_machine(join_processes(recipe.training.get("use_cpu", False), timeout))
     for folder in (recipe.folder, cache_folder() / "teacher"):
         refuse_unwritable(folder)
     recipe = with_published_kind(recipe)
-    training_config(recipe)  # what transformers refuses is refused now, not after minutes
+    training_config(recipe)  # raises errors of transformers now, not after minutes
     if recipe.dry_run:
         return dry_run(recipe)
     refuse_another_run(recipe)
@@ -58,12 +58,12 @@ def run(recipe: Recipe) -> int:
 
 
 def run_stages(recipe: Recipe, clock: Clock) -> int:
-    """The main job. Each stage continues from what an interrupted run has left."""
+    """All stages of a run; returns an exit status. Each stage resumes an interrupted run."""
     main_process = PartialState().is_main_process
     clock.stage("Check the pair, collect prompts")
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
-    load_target = target_loader(recipe, prompts)  # behind a server it is never loaded
+    load_target = target_loader(recipe, prompts)  # not called if a server answers
     draft_exists = (recipe.folder / "draft").exists() and not recipe.coverage_curve
     target = None if draft_exists else answering_target(recipe, pair, prompts, load_target)
     if main_process:
@@ -85,14 +85,14 @@ def run_stages(recipe: Recipe, clock: Clock) -> int:
         texts = Answers(target.store, answers.names + held_out.names)
         cache_states(texts, pair.layers, load_target)
         clock.stage("Prepare the draft")
-        # one process prepares, the others wait and read what it left on disk
+        # the first process prepares; the others wait, then read the result from disk
         with PartialState().main_process_first():
             prepared = prepare_draft(recipe, pair, load_target, answers)
         load_target.cache_clear()  # the target is not in memory while the draft is trained
         free_memory()
         clock.stage("Distil the draft")
         distilled = distil_draft(recipe, pair, prepared, answers, held_out, clock)
-        free_memory()  # trainer and optimiser, which refer to each other
+        free_memory()  # trainer and optimiser refer to each other
         if distilled is not None:
             clock.stage("Save the draft")
             export_draft(recipe, pair, prepared, distilled, answers)
@@ -113,7 +113,7 @@ def run_stages(recipe: Recipe, clock: Clock) -> int:
 
 
 def answered(recipe: Recipe, prompts: Prompts, target: AnsweringTarget, clock: Clock) -> Answers:
-    """The target's answers to the training prompts, as many as the recipe or its minutes allow."""
+    """The target's answers to the training prompts. Recipe or minutes limit their number."""
     asked = to_answer(prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers)
     if recipe.coverage_curve:
         asked = asked[:COVERED]
@@ -123,7 +123,7 @@ def answered(recipe: Recipe, prompts: Prompts, target: AnsweringTarget, clock: C
         return target.answers(asked[:count], taught)
 
     noted = recipe.folder / USED
-    if noted.exists():  # a run goes on with the answers that it has begun to train on
+    if noted.exists():  # a resumed run keeps the answers of its training
         return first(read_json(noted)["count"])
     if recipe.minutes is None:
         return first(len(asked))

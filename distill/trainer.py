@@ -54,7 +54,7 @@ from distill.teacher.states import States, states_of
 from distill.teacher.store import Answers, CachedAnswer
 from distill.training_set import DistillationCollator, answer_rows
 
-# trl and we use the old name, which transformers 5.17 knows, too
+# trl and this file use the old name, because transformers 5.17 has it, too
 warnings.filterwarnings("ignore", message="`(is_)?gradient_checkpointing`", category=FutureWarning)
 
 SCORES = 2**26  # bytes of attention scores that a batch on a CPU may keep for its gradients
@@ -65,22 +65,22 @@ NEW_RATES, TRAINED_RATES = (3e-3, 5e-3), (5e-5, 2e-4)
 SLOW_RATE = 1 / 3  # factor on the learning rate of least-squares-initialised weights
 OTHER_LAUNCHES = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")  # accelerate's, refused here
 SEEDS_A_STEP = 2**31 - 1  # more than there are answers, so that no two steps share a seed
-REPEAT = "repeat.yaml"  # in a run's folder: the recipe with the counts that the run came to
-COMPLETE = "complete"  # the last file of a checkpoint: how many processes left it, and how
-WAIT = 7 * 24 * 3600  # seconds that processes wait for another; the launcher notices a dead one
+REPEAT = "repeat.yaml"  # in a run's folder: the recipe with the run's answers and steps
+COMPLETE = "complete"  # the last file of a checkpoint: its `DraftTrainer.processes`
+WAIT = 7 * 24 * 3600  # seconds of waiting for a process; the launcher notices a dead one
 
 
 def hollow_copy(model: Any) -> Any:
-    """A copy of the model without weights, which takes no memory, for a gathered state."""
+    """A copy of the model without weights, into which gathered weights are loaded."""
     empty = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, empty)
 
 
 def cpu_attention(config: PreTrainedConfig, rows: int, width: int) -> str:
-    """The attention that a batch of so many rows and tokens trains with on a CPU.
+    """The attention implementation for training on a CPU on a batch [rows, width].
 
-    Eager attention takes 0.9 to 1 of the time of torch's fused attention there (docs/lab-notes.md),
-    but every layer keeps its scores twice, in fp32 and in bf16. They grow as width².
+    Eager attention takes 0.9 to 1 times as long as torch's fused attention (docs/lab-notes.md), but
+    every layer keeps its scores twice, in fp32 and in bf16. Their size grows as width².
     """
     text = config.get_text_config()
     if not hasattr(text, "num_attention_heads"):
@@ -90,7 +90,7 @@ def cpu_attention(config: PreTrainedConfig, rows: int, width: int) -> str:
 
 
 class _Progress(ProgressCallback):
-    """The bar of steps, with the latest loss beside it in place of a line for every log."""
+    """A progress bar that shows the latest loss, instead of one line for every log."""
 
     def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
         if self.training_bar is not None and "loss" in logs:  # not the final totals
@@ -101,8 +101,8 @@ class SameOrder(LengthGroupedSampler):
     """Rows in groups of like length, in an order that depends on the seed and the epoch alone.
 
     The order is the same for any number of processes and after any interruption. An optimiser step
-    takes the next `batch` rows. The last step of an epoch is filled up with the shortest
-    rows, drawn a second time, so that every process has some.
+    takes the next `batch` rows. The last step of an epoch is filled with the last rows of the order
+    a second time, so that every process has rows.
     """
 
     def __init__(self, lengths: list[int], batch: int, seed: int) -> None:
@@ -122,9 +122,9 @@ class SameOrder(LengthGroupedSampler):
 class DraftTrainer(SFTTrainer):
     """A loss of distill/losses.py on response tokens, against cached distributions (2310.08461).
 
-    trl's own DistillationTrainer trains on the draft's outputs, with the target in memory or on a
-    server at each step. It reads no cached distributions and no trimmed vocabulary. Any number of
-    processes computes the same steps; a checkpoint is continued with the same number.
+    trl's DistillationTrainer is not used: it needs the target at each step, and supports neither
+    cached distributions nor a trimmed vocabulary. The steps are the same for any number of
+    processes, but a checkpoint is resumed with the same number.
     """
 
     def __init__(
@@ -137,27 +137,27 @@ class DraftTrainer(SFTTrainer):
         teacher_temperature: float = 1.0,
         **kwargs: Any,
     ) -> None:
-        """temperature: the deployed one; the acceptance rate is measured at 1 if it is higher,
-        because the cache does not determine it there. teacher_temperature: below 1 it sharpens p.
+        """temperature: the deployed one. If it is above 1, the acceptance rate is measured at 1,
+        because the cache does not determine p above 1. teacher_temperature: below 1 sharpens p.
         """
         self.teacher_temperature = teacher_temperature
         self.temperature = min(temperature, 1.0)
         self.fitted_weights = kind.fitted_weights
         self.clock = clock
         super().__init__(*args, **kwargs)
-        # Trainer looks before our forward is attached; it would take the mean of the means of small
-        # batches, where short answers weigh more
+        # Trainer decides this before our forward is attached. It would average the means of small
+        # batches, and tokens of short answers would weigh more
         self.model_accepts_loss_kwargs = True
         if self.pop_callback(ProgressCallback):
             self.add_callback(_Progress())
         model: Any = self.model
-        # where its weights go in the end when they are sharded
+        # receives the weights at the end if they are sharded
         self.whole = hollow_copy(model) if self.is_fsdp_enabled else None
         plain: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
         give_loss_forward(plain, kind, LOSSES[loss])
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        # as bits: FSDP rounds every float that it sees where the weights are bf16
+        # as integers, because FSDP rounds every float if the weights are bf16
         bits = inputs["top_logprobs"].float().view(torch.int32)
         return super()._prepare_inputs(inputs | {"top_logprobs": bits})
 
@@ -196,26 +196,26 @@ class DraftTrainer(SFTTrainer):
     ) -> Any:
         index = inputs.pop("index")
         if self.teacher_temperature != 1:
-            logprobs = inputs["top_logprobs"].view(torch.float32)  # of `_prepare_inputs`
+            logprobs = inputs["top_logprobs"].view(torch.float32)  # see `_prepare_inputs`
             sharper = sharpen(logprobs, self.teacher_temperature)
             inputs["top_logprobs"] = sharper.view(torch.int32)
         if self.args.device.type == "cpu":
             draft: Any = self.model
             attention = cpu_attention(draft.config, *inputs["input_ids"].shape)
             draft.config._attn_implementation = attention
-        # the same random numbers for an answer, whichever process has it in this step
+        # an answer's random numbers do not depend on its process
         outputs = model(**inputs, seeds=index + SEEDS_A_STEP * self.state.global_step)
         tokens = len(inputs["positions"])
         if not torch.isfinite(outputs.loss):
             mean = float(outputs.loss.detach()) / tokens
             raise ValueError(
                 f"The loss is {mean} at step {self.state.global_step + 1}, on answers "
-                f"{index.tolist()} of the cache; training stopped before the weights took "
-                "it. Lower learning_rate, or look at those answers; the last checkpoint is whole."
+                f"{index.tolist()} of the cache; training stopped without this step. Lower "
+                "learning_rate, or inspect these answers; the last checkpoint is complete."
             )
         count = tokens if num_items_in_batch is None else num_items_in_batch
         loss = outputs.loss / count
-        # counted over all processes, whose gradients are averaged
+        # `count` covers all processes, and their gradients are averaged
         return loss if num_items_in_batch is None else loss * self.accelerator.num_processes
 
     def prediction_step(
@@ -225,12 +225,12 @@ class DraftTrainer(SFTTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> Any:
-        """No loss, and the four results of `loss_forward._acceptance`, each [B, T], with PADDING
-        where no token is predicted.
+        """Returns no loss, the four results of `loss_forward._acceptance`, each [B, T] with PADDING
+        where no token is predicted, and the labels.
         """
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
-            # the same draws each time
+            # the same random numbers at each measurement
             outputs = model(**inputs, seeds=inputs["index"], temperature=self.temperature)
         ids = inputs["input_ids"]
         parts = outputs.accepted, outputs.lacking, outputs.drafted, outputs.tokens
@@ -242,8 +242,8 @@ class DraftTrainer(SFTTrainer):
         state = PartialState()
         sharded = parse_flag_from_env("ACCELERATE_USE_FSDP")
         if sharded and state.distributed_type == DistributedType.MULTI_CPU:
-            # accelerate shards over accelerators only: over a CPU's processes it would train with
-            # DDP and not say so; nothing else depends on this name
+            # accelerate shards only over accelerators. On CPU processes it would use DDP without a
+            # warning. Nothing else depends on this name
             state.distributed_type = DistributedType.MULTI_GPU
         super().create_accelerator_and_postprocess()
         if self.is_fsdp_enabled and self.args.bf16:
@@ -262,14 +262,14 @@ class DraftTrainer(SFTTrainer):
         saved: Any = self.state.stateful_callbacks
         ended = saved["TrainerControl"]["args"]["should_training_stop"]
         if ended and self.args.resume_from_checkpoint is None:
-            self.control.should_training_stop = True  # it had ended: no step more is taken
+            self.control.should_training_stop = True  # the resumed training had already ended
             return
-        self.order.epoch = epoch  # accelerate does not reach it behind the batches it skips
+        self.order.epoch = epoch  # accelerate does not set it when it skips batches
         super()._run_epoch(model, epoch, *args, **kwargs)
 
     @property
     def processes(self) -> str:
-        """The number of processes that train together, and how they are joined."""
+        """The number of processes that train together, and their parallelism."""
         count = self.args.world_size
         strategy = self.accelerator.distributed_type.value if count > 1 else "alone"
         return f"{count} process{'es' if count > 1 else ''} ({strategy})"
@@ -291,16 +291,16 @@ class DraftTrainer(SFTTrainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        free_memory()  # steps of other lengths leave other holes: none are kept for minutes
+        free_memory()  # steps of other lengths left free blocks
         if self.args.should_save:
-            (folder / COMPLETE).unlink(missing_ok=True)  # of one that is written over
+            (folder / COMPLETE).unlink(missing_ok=True)  # of an older one here
         self.accelerator.wait_for_everyone()
         with disk_full_explained(folder):
             super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             (folder / "README.md").unlink(missing_ok=True)  # peft's
-            # written last: a checkpoint without it was cut short and is never resumed from
+            # written last: a checkpoint without it is incomplete and is never resumed
             os.sync()
             with atomic_file(folder / COMPLETE) as file:
                 file.write(self.processes)
@@ -310,7 +310,7 @@ class DraftTrainer(SFTTrainer):
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The latest whole checkpoint; None where there is none. A power cut may leave empty files."""
+    """The latest complete checkpoint, or None. After a power failure files may be empty."""
     whole = [
         path.parent
         for path in folder.glob(f"checkpoint-*/{COMPLETE}")
@@ -322,11 +322,11 @@ def last_checkpoint(folder: Path) -> Path | None:
 def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
     """The recipe's SFTConfig.
 
-    Raises RecipeError for values that transformers refuses, a tracker that is not installed, a
-    checkpoint that is not there, and a launcher that shards otherwise than by FSDP2.
+    followed: the draft is evaluated before training and when `HeldOut` requests it, and its best
+    weights are kept.
 
-    followed: the draft is evaluated before training and when `HeldOut` asks, and its best weights
-    are kept.
+    Raises RecipeError for values that transformers refuses, a tracker that is not installed, a
+    missing checkpoint, and a launcher that shards in another way than FSDP2.
     """
     others = [name for name in OTHER_LAUNCHES if parse_flag_from_env(f"ACCELERATE_USE_{name}")]
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION") != "2":
@@ -346,11 +346,11 @@ def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
     } | recipe.training
     if followed:
         if values.get("save_strategy") == "no":
-            values["save_strategy"] = "best"  # the best weights alone
+            values["save_strategy"] = "best"  # saves only the best weights
         values |= {
             "eval_strategy": "epoch" if values.get("save_strategy") == "epoch" else "steps",
             "eval_steps": values.get("save_steps", SFTConfig.save_steps),
-            "eval_delay": math.inf,  # else only when `HeldOut` asks
+            "eval_delay": math.inf,  # so only when `HeldOut` requests it
             "eval_on_start": resumed is None,
             "per_device_eval_batch_size": values.get(
                 "per_device_train_batch_size", SFTConfig.per_device_train_batch_size
@@ -364,7 +364,7 @@ def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
         config = SFTConfig(
             **values,
             output_dir=str(recipe.folder),
-            gradient_checkpointing=recipe.activation_checkpointing,  # so named by 5.17 and 5.23
+            gradient_checkpointing=recipe.activation_checkpointing,  # its name since 5.17
             max_length=None,
             remove_unused_columns=False,
             dataset_kwargs={"skip_prepare_dataset": True},
@@ -374,13 +374,13 @@ def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
         raise RecipeError(
             f"SFTConfig refuses the recipe ({error}); correct or remove the key that it names."
         ) from error
-    # with more the trainer takes torch's DataParallel, which would cut a batch's flat positions
+    # with more GPUs the trainer would use DataParallel, and that splits `positions` wrongly
     config._n_gpu = min(1, config.n_gpu)
     trackers: Any = config.report_to  # a list by now
     installed = get_available_reporting_integrations()
     if lacking := [name for name in trackers if name not in installed]:
         raise RecipeError(
-            f"report_to names {lacking[0]!r}, but this tracker is not installed (there is "
+            f"report_to names {lacking[0]!r}, but this tracker is not installed (installed: "
             f"{', '.join(installed) or 'none'}); run `pip install {lacking[0]}`, or leave "
             "report_to out."
         )
@@ -388,14 +388,14 @@ def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
 
 
 def _resumed(recipe: Recipe) -> Path | None:
-    """The checkpoint that training continues; None where it begins."""
+    """The checkpoint from which training resumes, or None. Raises RecipeError if it is missing."""
     asked = recipe.training.get("resume_from_checkpoint")
     if asked is None:
         return last_checkpoint(recipe.folder)
     if not (Path(asked) / TRAINER_STATE_NAME).is_file():
         raise RecipeError(
             f"resume_from_checkpoint is {asked!r}, but this folder has no {TRAINER_STATE_NAME}; "
-            "name a checkpoint, or leave the key out: a run goes on from its last one."
+            "name a checkpoint, or leave the key out to resume from the last one."
         )
     return Path(asked)
 
@@ -412,20 +412,20 @@ def build_trainer(
     """A trainer of the prepared draft in fp32.
 
     An input embedding that is not tied to the head is frozen. After a transplant it has untrained
-    rows: then it is trained, and LoRA trains embedding and head whole, too. states: as for
+    entries: then it is trained, and LoRA also trains embedding and head in full. states: see
     DistillationCollator. held_out: answers to measure on while training. clock: ends the training
     of a run with `minutes`.
     """
     model = prepared.model.float()
     rows_of_head = head_rows(prepared.token_ids, pair.vocab_size)
-    tokenizer = copy.deepcopy(pair.target.tokenizer)  # the trainer changes its own
+    tokenizer = copy.deepcopy(pair.target.tokenizer)  # the trainer changes it
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = embedding is not None and head.weight is embedding.weight
     new_rows = pair.strategy == "transplant"  # for tokens that the draft was never trained on
     if embedding is not None and not tied and not new_rows:
         embedding.weight.requires_grad_(False)
-        # it is read from where it came from; most of a small draft's checkpoint would be this
+        # it is read from its source again; it would be most of a small draft's checkpoint
         model._keys_to_ignore_on_save = {f"{names[embedding]}.weight"}
     adapters = None
     if recipe.use_peft:
@@ -504,10 +504,10 @@ def distil_draft(
 def distil(
     trainer: DraftTrainer, recipe: Recipe, keep_adapters: bool = False
 ) -> PreTrainedModel | None:
-    """The trainer's draft after training, whole and in fp32; None on all but the first process.
+    """The distilled draft in fp32, unsharded, on the first process; None elsewhere.
 
-    Continues from the last whole checkpoint in the recipe's folder, or from resume_from_checkpoint.
-    Raises RecipeError for a checkpoint of another number or kind of processes.
+    Resumes from the last complete checkpoint of the run, or from resume_from_checkpoint.
+    Raises RecipeError for a checkpoint of another number of processes or another parallelism.
     keep_adapters: write the adapters of LoRA (`save_adapters`) beside the merged draft.
     """
     checkpoint = _resumed(recipe)
@@ -515,9 +515,9 @@ def distil(
         marker = checkpoint / COMPLETE
         if marker.exists() and (processes := marker.read_text()) != trainer.processes:
             raise RecipeError(
-                f"{checkpoint} was left by {processes}, and {trainer.processes} cannot continue "
-                "it; launch as many in the same way, or train anew under another --name, from the "
-                "same answers."
+                f"{checkpoint} was written by {processes}, and {trainer.processes} cannot resume "
+                "it; launch the same processes, or train under another --name with the cached "
+                "answers."
             )
         print(f"going on from {checkpoint}")
     print(f"learning rate: {trainer.args.learning_rate:g}")

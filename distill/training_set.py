@@ -22,7 +22,7 @@ from distill.teacher.store import CachedAnswer
 
 
 def answer_rows(answers: Iterable[CachedAnswer], first: int = 0) -> Dataset:
-    """One row an answer: its index, the length of its text, and how many tokens it teaches.
+    """One row per answer: index, number of tokens, and number of response tokens.
 
     first: the index of the first answer.
     """
@@ -37,7 +37,7 @@ def answer_rows(answers: Iterable[CachedAnswer], first: int = 0) -> Dataset:
 
 
 def _padded(rows: list[Tensor], value: int = 0) -> Tensor:
-    """Rows [T', …] as one tensor [B, T, …], `value` behind them, T a multiple of WIDTH."""
+    """Rows [T', …] in one tensor [B, T, …], padded by `value`; T is a multiple of WIDTH."""
     whole = pad_sequence(rows, True, value)
     return F.pad(whole, (0, 0) * (whole.dim() - 2) + (0, -whole.shape[1] % WIDTH), value=value)
 
@@ -63,17 +63,17 @@ class DistillationCollator:
         self.states = states
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """rows: of `answer_rows`. `input_ids`, `labels` [B, T], `positions` [N], `top_ids`,
-        `top_logprobs` [N, C], `index` [B], `states` [B, T, L, H].
+        """rows: of `answer_rows`. Returns `input_ids` [B, T], `labels` [B, longest R + 1, padded],
+        `positions` [N], `top_ids`, `top_logprobs` [N, C], `index` [B], `states` [B, T, L, H].
         """
         answers = [self.read(row["index"]) for row in rows]
         input_ids = _padded([answer.text for answer in answers], self.pad_token_id)
-        # the logits that predict a token stand one position earlier
+        # the logits at a position predict the next token
         predicting = [
             len(answer.prompt_ids) - 1 + torch.arange(len(answer.response_ids))
             for answer in answers
         ]
-        # the trainer only counts them, without the first of each row
+        # the trainer only counts them; it skips the first of each row
         labels = [F.pad(torch.ones_like(p), (1, 0), value=-100) for p in predicting]
         width = input_ids.shape[1]
         top_ids = torch.cat([answer.top_ids for answer in answers])
@@ -87,6 +87,6 @@ class DistillationCollator:
         }
         if self.states is not None:
             states = [self.states(answer) for answer in answers]
-            # the last token is only predicted: its state is not read
+            # the state of the last token is not read: zeros
             batch["states"] = _padded([F.pad(s, (0, 0, 0, 0, 0, 1)) for s in states])
         return batch
