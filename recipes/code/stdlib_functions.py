@@ -14,10 +14,10 @@ from pathlib import Path
 from eval.prompts import Prompt
 
 _SELF = ("self", "cls", "klass")
-# Characters of a docstring. One sentence says too little to answer like a HumanEval prompt.
+# Lengths of docstrings in characters. A shorter one says too little for a HumanEval-like prompt.
 _SHORTEST, _USUAL, _LONGEST = 50, 500, 700
 _SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "turtledemo"}
-# What HumanEval's authors would have annotated; the standard library itself has next to none.
+# Annotations as in HumanEval, because the standard library has almost none.
 _PARAMETER_TYPES = {
     "int": "n i k x y index count size maxsize length width height limit level num start stop",
     "str": "s string text name filename path key msg message url prefix suffix word line title",
@@ -30,7 +30,7 @@ _RETURN_TYPES = {
     "int": r"Returns? (a|the) (number|length|size|count|index|integer)",
     "str": r"Returns? (a|the) (\w+ )?(string|name|text)",
 }
-_IN_CONTEXT = 0.05  # share of prompts that show another function of the module first
+_IN_CONTEXT = 0.05  # share of prompts that begin with another function of the module
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,19 @@ class _Function:
     name: str
     arguments: ast.arguments
     docstring: str
-    before: str  # the source of the function before it in the same module, "" if that is long
+    before: str  # the source of the function before it in the module; "" if this is long
 
 
 def stdlib_prompts() -> list[Prompt]:
-    """A prompt for every function of the standard library that has a docstring of some length.
+    """A prompt for every function of the standard library with a docstring of suitable length.
 
-    They look like those of HumanEval, on which drafts are evaluated: imports, signature and
-    docstring, for a function to be written; a recipe's `instruction` says how an Instruct model is
-    asked to. Some show another function of their module first (`category` is "in context").
+    A prompt has imports, signature and docstring, as in HumanEval, because drafts are evaluated on
+    HumanEval. A recipe's `instruction` tells an Instruct model to write the function. Some prompts
+    begin with another function of the module (`category` is "in context").
     """
     prompts = []
     for function in _documented_functions():
-        # by what it says alone, not by where it stands or how many others this interpreter has
+        # seeded by the docstring alone, so other functions of this interpreter change nothing
         rng = random.Random(function.docstring)
         in_context = rng.random() < _IN_CONTEXT and function.before
         typed = rng.random() < 0.6
@@ -99,7 +99,7 @@ def _documented_functions() -> Iterator[_Function]:
 
 
 def _standing_alone(node: ast.FunctionDef, owner: ast.Module | ast.ClassDef) -> ast.arguments:
-    """The arguments of a function; of a method without `self`, if it has others."""
+    """A function's arguments. `self` is removed, or replaced by the class's name if it is alone."""
     arguments = node.args
     if isinstance(owner, ast.ClassDef) and arguments.args and arguments.args[0].arg in _SELF:
         others = arguments.args[1:]
@@ -128,13 +128,13 @@ def _signature(function: _Function, typed: bool) -> tuple[str, str]:
 
 
 def _docstring(text: str, rng: random.Random) -> str:
-    """Indented, opened and closed in the ways that HumanEval does it."""
+    """The docstring, indented, in one of HumanEval's layouts."""
     opening = rng.choices(['"""', '""" ', '"""\n'], [0.6, 0.2, 0.2])[0]
     return textwrap.indent(f'{opening}{text}\n"""\n', "    ")
 
 
 def _shortened(docstring: str) -> str:
-    """The first paragraphs and the first examples, about as long as in HumanEval; "" to skip."""
+    """The first paragraphs up to the first examples, as long as in HumanEval; "" if unsuitable."""
     if not docstring.isascii() or '"""' in docstring or "\\" in docstring:
         return ""
     paragraphs = docstring.strip().split("\n\n")

@@ -17,8 +17,8 @@ from eval.prompts import Prompt
 
 LICENCE_FOLDER = "pypi:licensedcode-data==32.1.0/licensedcode/data/licenses/"
 _HELD_OUT = 0.2  # share of the documents
-_CLAUSES = 8  # of one document at most: a few licences are books
-# Keywords of a clause's heading and first words, in the order they are looked for.
+_CLAUSES = 8  # of one document at most, because a few licences are very long
+# Keywords in a clause's heading or first words, in the order of the search.
 _CLAUSE_TYPES = {
     "definitions": "definition means refers",
     "warranty": "warrant as-is merchantab fitness disclaim",
@@ -26,7 +26,7 @@ _CLAUSE_TYPES = {
     "termination": "terminat expir revoke",
     "grant": "grant permission permitted redistribut may-copy may-use",
 }
-_WORDS = 150  # of a clause: longer ones are cut
+_WORDS = 150  # longest clause; longer ones are cut
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class _Clause:
 
 
 def licence_prompts(held_out: bool) -> list[Prompt]:
-    """Clauses to be explained, say; a recipe's `instruction` asks for it. `category` is the type.
+    """A prompt for each clause; a recipe's `instruction` says what to do. `category` is its type.
 
-    From the documents held out for evaluation, or from those to train on: no near-duplicate of a
-    held-out document, and no clause that nearly duplicates one of a held-out document.
+    held_out: clauses of the evaluation documents, else of the training documents. No training
+    document and no training clause is a near-duplicate of a held-out one.
     """
     training, evaluation = _licence_split()
     if held_out:
@@ -58,7 +58,7 @@ def _licence_split() -> tuple[list[_Clause], list[_Clause]]:
     cut = round(_HELD_OUT * len(names))
     parts = []
     for part in (names[cut:], names[:cut]):
-        # the same boilerplate in licences that are otherwise different is taken once
+        # boilerplate that is the same in different licences is taken once
         clauses = {
             tuple(clause.text.lower().split()[:8]): clause
             for name in part
@@ -69,9 +69,9 @@ def _licence_split() -> tuple[list[_Clause], list[_Clause]]:
 
 
 def _licence_texts(folder: Path) -> Iterator[tuple[str, str]]:
-    """Name -> text of every licence in English of ordinary length."""
+    """Name and text of every licence in English, neither very short nor very long."""
     for path in sorted(folder.glob("*.LICENSE")):
-        # what stands between two `---` lines describes the document
+        # metadata is between two `---` lines
         matter, _, text = path.read_text("utf-8").removeprefix("---\n").partition("\n---\n")
         foreign = re.search(r"^language: (?!en)", matter, flags=re.MULTILINE)
         readable = sum(map(str.isascii, text)) >= 0.98 * len(text)
@@ -102,7 +102,7 @@ def _clauses(name: str, text: str) -> list[_Clause]:
     """Up to _CLAUSES paragraphs of 25 to 400 words, drawn by the document's name."""
     paragraphs = re.split(r"\n\s*\n", text)
     if len(paragraphs) < 3 or max(map(len, paragraphs)) > 3000:
-        paragraphs = text.split("\n")  # a paragraph a line
+        paragraphs = text.split("\n")  # one paragraph per line
     paragraphs = [" ".join(p.split()) for p in paragraphs if p.strip()]
     found = []
     for number, paragraph in enumerate(paragraphs):
