@@ -462,7 +462,7 @@ def test_a_run_ends_in_a_draft_then_in_a_report_and_never_sees_the_weights(
     monkeypatch.setattr(train, "distil_draft", never)
     down = stand_in(**SPECULATES)
     down.stop()
-    with pytest.raises(ServerError, match=r"(?s)cannot be reached.*is made, and kept.*vllm"):
+    with pytest.raises(ServerError, match=r"(?s)cannot be reached.*is complete and is kept.*vllm"):
         run(served(plain, speculative_url=down.url))
     assert run(served(plain, speculative_url=stand_in(**SPECULATES).url)) == 0
     report = read_report(folder / "report" / "report.json")
