@@ -27,7 +27,7 @@ def forward_kl(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reverse_kl(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(q || p) = sum q log(q / p): q avoids what is unlikely under p, at least `P_FLOOR`."""
+    """KL(q || p) = sum q log(q / p): q avoids tokens unlikely under p (p >= `P_FLOOR`)."""
     ratio = log_q - p.clamp_min(P_FLOOR).log()
     return (q * ratio).sum(-1), q * (ratio + 1)
 

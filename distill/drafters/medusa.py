@@ -6,7 +6,7 @@ heads start from least squares (`fit_heads`):
 1. A_d is the least-squares map from the state at t to the state at t + d.
 2. A block adds SiLU(W x + b) to x. It gets W = A_d - I, and a b a few times as large as W x: there
    SiLU is nearly linear.
-3. One more least-squares map, over all depths, takes out what b adds and what is not linear. It is
+3. One more least-squares map, over all depths, removes the effects of b and of nonlinearity. It is
    multiplied into the output head.
 
 Legend: N response positions, H hidden size.

@@ -105,7 +105,7 @@ def build_pruned(target: PreTrainedModel, num_layers: int, head: Tensor) -> PreT
 def fitted_states(
     target: Target, texts: Sequence[CachedAnswer], num_layers: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each text the RMS-normalised states after so many layers, and the states that the
+    """For each text the RMS-normalised states after `num_layers` layers, and the states that the
     target's head reads, at the response positions [N, H] each, in fp32.
     """
     config: Any = target.model.config
