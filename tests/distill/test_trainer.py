@@ -244,7 +244,7 @@ def test_every_epoch_has_its_own_order_of_rows():
 def test_other_processes_than_left_a_checkpoint_are_refused(tmp_path, train, tiny_model):
     train(tiny_model(), made_answers(), recipe_in(tmp_path))
     (tmp_path / "checkpoint-8" / "complete").write_text("2 processes (FSDP)")
-    with pytest.raises(RecipeError, match=r"left by 2 processes \(FSDP\), and 1 process \(alone\)"):
+    with pytest.raises(RecipeError, match=r"2 processes \(FSDP\), and 1 process \(alone\)"):
         train(tiny_model(), made_answers(), recipe_in(tmp_path))
 
 

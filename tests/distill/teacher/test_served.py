@@ -357,7 +357,7 @@ def cut(choice, length=2, finish="length"):
         (lambda sent: sent.update(response((4, 9, 9))), "goes on after stop token 9"),
         (in_choice(lambda _, rows: rows[0].popitem()), "cache_top_k"),
         (in_choice(lambda _, rows: rows[0].update({"token_id:4": -3.0})), "chosen greedily"),
-        (in_choice(lambda _, rows: rows[0].update({"token_id:99": -2.4})), "beyond the 50 rows"),
+        (in_choice(lambda _, rows: rows[0].update({"token_id:99": -2.4})), "beyond the 50"),
         *((value(bad), "raw_logprobs") for bad in (float("nan"), -9999.0, 0.5, -0.1)),
         (value(float("-inf")), "raw_logprobs"),
     ],
