@@ -154,7 +154,7 @@ def test_two_processes_make_the_draft_of_one_though_either_is_killed(
         newest = max(two.folder.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
         assert newest != whole  # cut short, and never gone on from
         resumed = int(whole.name.rpartition("-")[2])
-        with pytest.raises(RecipeError, match=rf"left by 2 processes \({how}\), and 1 process"):
+        with pytest.raises(RecipeError, match=rf"2 processes \({how}\), and 1 process"):
             train.run(two)
     status, shown = run(None)
     assert status == 0, shown
