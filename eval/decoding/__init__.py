@@ -1,1 +1,1 @@
-"""What a serving engine would have: forward passes, drafters, the loop, verification."""
+"""The reference decoder: forward passes, drafters, the decoding loop and verification."""

@@ -1,4 +1,4 @@
-"""Which decoder a model gets."""
+"""Chooses the decoder of a model: the fused forward or the Transformers forward."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from eval.decoding.fused import FusedDecoder
 from eval.decoding.graphs import CudaGraphs, GraphedDecoder
 from eval.decoding.transformers_forward import TransformersDecoder, refuse_states
 
-# Families whose blocks are RMSNorm, rotary attention with grouped keys, a gated MLP, and no more.
-# Not Gemma-2: torch's fused attention cannot cap scores.
+# Families whose layers have only RMSNorm, rotary attention with grouped keys, and a gated MLP.
+# Gemma-2 is not among them, because torch's fused attention cannot cap scores.
 FUSED_FAMILIES = (
     "llama",
     "mistral",
@@ -25,21 +25,21 @@ FUSED_FAMILIES = (
     "phi3",
     "smollm3",
 )
-# Rotary variants whose angles depend on the position alone, so that they can be tabulated once.
+# Rotary variants whose angles depend on the position alone: one table serves all texts.
 TABULATED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 def longest_context(config: Any) -> int:
-    """Up to how many positions a model reads each token of a text by the same angles."""
+    """The longest text with fixed rotary angles. Raises ValueError if the config has no length."""
     longest: int | None = getattr(config, "max_position_embeddings", None)
     if longest is None:
         raise ValueError(
-            f"A {config.model_type} model cannot be decoded here: its configuration does not say "
-            "how many positions it has (max_position_embeddings); use a model of another family."
+            f"A {config.model_type} model cannot be decoded here: its configuration has no "
+            "max_position_embeddings; use a model of another family."
         )
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings") or longest
-    if rope.get("rope_type") == "longrope":  # all angles are others from this many tokens on
+    if rope.get("rope_type") == "longrope":  # in a longer text, all angles are different
         return min(longest, original)
     if rope.get("rope_type") == "yarn":  # the angles are fixed; many configs keep the old length
         return max(longest, int(original * rope["factor"]))
@@ -47,7 +47,7 @@ def longest_context(config: Any) -> int:
 
 
 def refuse_undecodable(config: PreTrainedConfig) -> None:
-    """Raise ValueError where a configuration alone says that its model cannot be decoded here."""
+    """Raise ValueError if the configuration shows that the model cannot be decoded here."""
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), PreTrainedModel)
     refuse_states(config.get_text_config(), model_class._is_stateful)
     longest_context(config.get_text_config())
@@ -60,25 +60,26 @@ def build_decoder(
     int8: bool = False,
     fp32: bool = False,
 ) -> Decoder:
-    """The fastest decoder this model can have; the model itself may be dropped afterwards.
+    """The fastest decoder for this model.
 
-    No weight is copied: the decoder reads the model's own, of which those it fuses become views.
-    context_length: positions a row will ever have (prompt and answer). embedding: a tensor equal to
-    the model's input embedding, shared instead of the model's own (a pruned draft reads its
-    target's). int8: the layers and the head copied in eight bits where a fused forward has kernels
-    for their shapes; the logits differ from the model's, so for drafts only. fp32: computes in
-    fp32, the model's weights converted a piece at a time as they are used.
+    The decoder shares the model's weights: fused weights replace the model's tensors, which become
+    views. context_length: the most positions of a row (prompt and response). embedding: a tensor
+    that equals the model's input embedding and is read instead (a pruned draft reads its target's).
+    int8: for drafts only, because the logits change: the fused forward copies layers and head in
+    int8 where a kernel fits their shapes. fp32: computes in fp32, converting the weights piece by
+    piece. Raises ValueError for a context that is too long, and for a model that cannot be decoded.
     """
     config = model.config.get_text_config()
     longest = longest_context(config)
     if context_length > longest:
         raise ValueError(
-            f"A context of {context_length} tokens was asked for, but {config.model_type} reads "
-            f"{longest} positions by the same angles; shorten max_new_tokens or the prompts."
+            f"A context of {context_length} tokens is needed, but this {config.model_type} model "
+            f"can be decoded up to {longest} positions only; lower max_new_tokens or shorten the "
+            "prompts."
         )
     if _is_fusible(model):
         fused = FusedDecoder(model, context_length, embedding, int8, fp32)
-        # an fp32 check converts each weight as it is used: no launch holds it up
+        # an fp32 check spends its time on converting weights, so graphs would not speed it up
         if (
             fp32
             or fused.device.type != "cuda"
@@ -88,9 +89,9 @@ def build_decoder(
         return GraphedDecoder(fused, CudaGraphs(fused.device))
     if len(places := {str(p.device) for p in model.parameters()}) > 1:
         raise ValueError(
-            f"The layers of a {config.model_type} model lie on {', '.join(sorted(places))}, but "
-            f"only those of {', '.join(FUSED_FAMILIES)} may be spread; load it on one device, or "
-            "let a server answer (answers: server)."
+            f"The layers of a {config.model_type} model are on {', '.join(sorted(places))}, but "
+            f"only models of {', '.join(FUSED_FAMILIES)} can be spread over devices. Load the "
+            "model on one device, or let a server generate the responses (answers: server)."
         )
     return TransformersDecoder(model, context_length, fp32)
 

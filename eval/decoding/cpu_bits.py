@@ -1,9 +1,9 @@
-"""Equal bits on a CPU: a token verified among others has, to the bit, the logits it has alone.
+"""Makes logits on a CPU bit-identical, whether a token is verified with others or decoded alone.
 
-Without them bf16 resolves near-ties differently, and half of all outputs diverge from the target's.
-A CPU's kernels sum in an order that depends on the shapes. These functions keep products and
-attention to shapes that agree (measurements: docs/lab-notes.md). align/machine.py fixes the order
-within MKL.
+If the bits differ, bf16 decides near-ties differently, and half of all outputs diverge from the
+target's. The bits differ because a CPU's kernels sum in an order that depends on the shapes. These
+functions use only shapes whose orders agree (measurements: docs/lab-notes.md). align/machine.py
+fixes the order within MKL.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from torch import Tensor
 
 from eval.decoding.forward import causal_bias
 
-SLOT_BLOCK = 64  # attention runs over a multiple of so many slots, the last ones masked
-WIDEST = 16  # up to so many positions of one row attend with the bits that each has alone
-KERNEL_ROWS = 32  # query rows that torch's fused attention takes at a time
-FEWEST_ROWS = 4  # of fewer of them the sums have another order
+SLOT_BLOCK = 64  # attention runs over a multiple of this; unused slots are masked
+WIDEST = 16  # the most positions of one row that attend with the bits that each has alone
+KERNEL_ROWS = 32  # query rows that torch's fused attention processes together
+FEWEST_ROWS = 4  # with fewer query rows, the sums have another order
 TRIED_WIDTHS, TRIED_SLOTS = (2, 3, 4, 5, 7), (64, 180, 256, 320)
 TRIED_HEADS, TRIALS = 32, 8
-ROW_SUMS = 1024  # for more terms than this oneDNN sums a single row in another order than two
+ROW_SUMS = 1024  # above this number of terms, oneDNN sums one row in another order than two rows
 
 
 def whole_blocks(slots: int) -> int:
-    """The number of slots that attention runs over, or a cache has, for that many in use."""
+    """`slots` rounded up to a multiple of SLOT_BLOCK."""
     return -(-slots // SLOT_BLOCK) * SLOT_BLOCK
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear of [B, T, K]. Where sums are long, a single row is computed beside its own copy.
+    """F.linear of [B, T, K]. In bf16, one row with long sums is computed together with a copy.
 
     Two rows take no longer than one, because the weights are read once.
     """
@@ -42,12 +42,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class BlockAttention:
-    """Attention of a few positions of one row, each with the bits that it has alone.
+    """Attention of T positions of one row; each position has the bits that it has alone.
 
-    Each position attends over as many slots as alone. The positions attend together where this
-    machine's kernel allows (`sums_alike`), otherwise each in a separate row.
-    bias: from `forward.causal_bias` [1, T, S]. first: the first position. slots: the cache's
-    number. group: how many query heads share a key head.
+    Each position attends over the number of slots that it has alone. together: all positions are
+    computed in one row, because `sums_alike` is true; otherwise each is a row of a batch.
+    bias: `forward.causal_bias` [1, T, S]. first: the first position. slots: size of the cache.
+    group: number of query heads that share a key head.
     """
 
     def __init__(self, bias: Tensor, first: int, slots: int, group: int, together: bool) -> None:
@@ -67,7 +67,7 @@ class BlockAttention:
             at = to
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """q [1, heads, T, D], keys and values [1, key heads, S, D] -> [T, heads, D]."""
+        """q [1, heads, T, D], keys and values [1, key heads, S, D] -> [T, heads, D] (D: head)."""
         attend = self._together if self.together else self._apart
         pieces = [
             attend(q[:, :, at:to], keys[:, :, :length], values[:, :, :length], mask)
@@ -89,9 +89,9 @@ class BlockAttention:
 
 
 def alike(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Fused attention of a few query rows, with the bits that they have among more.
+    """Fused attention of a few query rows, with the bits that these rows have among more rows.
 
-    q [B, heads, T, D], keys and values [B, heads, S, D]; mask: `enough_rows` of one of T rows.
+    q [B, heads, T, D], keys and values [B, heads, S, D]. mask: `enough_rows` of a mask of T rows.
     """
     rows = q.shape[2]
     if rows >= FEWEST_ROWS:
@@ -100,17 +100,17 @@ def alike(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
 
 
 def enough_rows(x: Tensor) -> Tensor:
-    """x [..., T, D] padded with rows of zeros until its sums have the order of more rows."""
+    """x [..., T, D] padded with rows of zeros to at least FEWEST_ROWS rows."""
     return F.pad(x, (0, 0, 0, max(0, FEWEST_ROWS - x.shape[-2])))
 
 
 @functools.cache
 @torch.inference_mode()
 def sums_alike(group: int, head_size: int, dtype: torch.dtype) -> bool:
-    """Whether attention of several positions at once has, on this machine, the bits of each alone.
+    """Whether several positions that attend together have the bits that each has alone.
 
-    Random numbers are tried (0.3 s), because it depends on this CPU's kernels. They are many,
-    because rounding to bf16 hides most other sums: 1 to 5 of 500 outputs of a head differ.
+    The answer depends on this CPU's kernels, so random inputs are tried (0.3 s). Many are needed,
+    because rounding to bf16 hides most differences: only 1 to 5 of 500 outputs of a head differ.
     """
     if 2 * group > KERNEL_ROWS:
         return False

@@ -1,10 +1,10 @@
-"""What all decoders are: one forward pass, preallocated KV, rollback by position, ragged rows.
+"""The interface of all decoders: a forward pass over a preallocated cache of keys and values.
 
-Legend: B rows, T new positions a row, S cache slots, H hidden size, V rows of the output head. A
-layer's number is its place in transformers' `hidden_states`: 0 the embeddings, k the state after k
-layers, the last one after the final norm.
-A row's position is its slot in the cache. Therefore a smaller `start` rolls back: the slots beyond
-it are masked and then overwritten.
+Legend: B rows, T new positions per row, S cache slots, H hidden size, V entries of the LM head.
+Hidden states are numbered as in transformers' `hidden_states`: 0 is the embeddings, k the state
+after k layers; the last one is after the final norm.
+A token's position is its slot in the cache, and rows may be at different positions. A smaller
+`start` rolls a row back: later slots are masked and then overwritten.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-PIECE = 512  # positions of a text that are read at once, at most
+PIECE = 512  # the most positions of a text that one forward reads
 
 
 @dataclass
@@ -37,19 +37,19 @@ class KVCache:
         return self.keys[0].shape[0]
 
     def bytes_per_token(self) -> int:
-        """Bytes that one token of one row takes in this cache."""
+        """Bytes of one token of one row."""
         return sum(t[0, :, 0].nbytes for t in self.keys + self.values)
 
     def copy_row(self, row: int, other: KVCache, other_row: int, length: int) -> None:
-        """Take the first `length` slots of a row of `other` as this cache's row `row`."""
+        """Copy the first `length` slots of row `other_row` of `other` to row `row`."""
         for mine, theirs in zip(self.keys + self.values, other.keys + other.values, strict=True):
             mine[row, :, :length] = theirs[other_row, :, :length]
 
     def resized(self, slots: int) -> KVCache:
-        """This cache, from now on with that many slots, the first ones as they were."""
+        """The cache, cut or padded to `slots` slots. Do not use the old cache afterwards."""
         more = slots - self.slots
         for held in (self.keys, self.values):
-            for layer, tensor in enumerate(held):  # one by one: no second cache is ever in memory
+            for layer, tensor in enumerate(held):  # by layer, so that memory never holds two caches
                 held[layer] = F.pad(tensor, (0, 0, 0, more))
         return self
 
@@ -60,8 +60,8 @@ def empty_cache(
     dtype: torch.dtype,
     devices: Sequence[torch.device],
 ) -> KVCache:
-    """A cache of these shapes, a layer each. devices: where each layer's keys and values are."""
-    # zeros, not empty: a masked slot still enters a product, and 0 * nan is nan
+    """A cache of zeros. keys, values, devices: shape and device by layer."""
+    # zeros, because a masked slot still enters a product, and 0 * nan is nan
     made = (
         [torch.zeros(s, dtype=dtype, device=d) for s, d in zip(shapes, devices, strict=True)]
         for shapes in (keys, values)
@@ -72,10 +72,10 @@ def empty_cache(
 def causal_bias(
     start: Tensor, width: int, length: int, dtype: torch.dtype, window: int | None = None
 ) -> Tensor:
-    """Added to attention scores [B, T=width, S=length]: 0 where a position may look, else -inf.
+    """The mask [B, T=width, S=length] to add to attention scores: 0 if a slot is read, else -inf.
 
-    start: first new position of each row [B]. Slots past a row's position hold stale or unwritten
-    keys and are masked. window: number of slots that a position looks at, its own included.
+    start: first new position of each row [B]. Slots after a position are masked, because their keys
+    are stale or unwritten. window: the number of slots that a position reads, with its own.
     """
     positions = (start[:, None] + torch.arange(width, device=start.device))[..., None]
     slots = torch.arange(length, device=start.device)
@@ -93,11 +93,11 @@ def input_embedding(model: PreTrainedModel) -> Tensor:
     return embedding.weight.detach()
 
 
-HiddenStates = dict[int, Tensor | None]  # by layer; None until a forward has put them in
+HiddenStates = dict[int, Tensor | None]  # by layer number; None until a forward fills it
 
 
 class Decoder(Protocol):
-    """What generation needs of a model, draft or target."""
+    """A model, draft or target, as generation uses it."""
 
     embedding: Tensor
     device: torch.device
@@ -105,11 +105,11 @@ class Decoder(Protocol):
     context_length: int
 
     def own_bytes(self) -> int:
-        """Bytes of its weights as they are held, the embedding not counted."""
+        """Bytes of the weights in memory, without the input embedding."""
         ...
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
-        """An empty cache for `rows` rows of at most `slots` positions."""
+        """An empty cache of `rows` rows with at least `slots` slots."""
         ...
 
     def forward(
@@ -120,11 +120,11 @@ class Decoder(Protocol):
         last_only: bool = False,
         states: HiddenStates | None = None,
     ) -> Tensor:
-        """Logits [B, T, V] (or [B, 1, V], the last) of `tokens` [B, T] at start, start+1, …
+        """Logits [B, T, V] of `tokens` [B, T] at positions start, start+1, …; writes the cache.
 
-        start: position of the first new token, one for all rows (int) or one a row [B], on the
-        host (which then waits for no device) or the device. Their keys and values are written to
-        `cache`. states: for each layer that is a key, its hidden states [B, T, H] are put in.
+        start: the first position, an int for all rows or a tensor [B] by row. If the tensor is on
+        the host, the host does not wait for the device. last_only: returns the last position's
+        logits [B, 1, V]. states: each layer number that is a key gets its hidden states [B, T, H].
         """
         ...
 
@@ -137,10 +137,10 @@ def in_pieces(
     last_only: bool = True,
     states: HiddenStates | None = None,
 ) -> Iterator[Tensor]:
-    """The logits of a long text [B, T], piece by piece, each as Decoder.forward returns it.
+    """The logits of a text [B, T] in pieces of PIECE positions, each from one Decoder.forward.
 
-    So the memory for activations and for the mask does not grow with T. states: at the end, those
-    of the whole text.
+    Pieces keep the memory for activations and masks constant as T grows. states: filled with the
+    states of the whole text after the last piece.
     """
     read: dict[int, list[Any]] = {layer: [] for layer in states or ()}
     for piece in tokens.split(PIECE, dim=1):

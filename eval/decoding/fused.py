@@ -1,4 +1,4 @@
-"""The decoder of Llama-like models. Legend: as in forward.py."""
+"""The fused forward: the decoder of Llama-like models. Legend: as in forward.py; D head size."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from eval.decoding import cpu_bits
 from eval.decoding.forward import HiddenStates, KVCache, causal_bias, empty_cache
 from eval.decoding.weights import INT8_TERMS, Product
 
-BATCHED_ROWS = 8  # fewest rows for which attention is two batched products on a CPU
+BATCHED_ROWS = 8  # from this number of rows on, attention on a CPU is two batched products
 
-# A layer's norms: before and after attention, before and after the MLP.
+# Names of a layer's norms: before and after attention, before and after the MLP.
 LLAMA_NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
 NORMS = {
     "gemma3_text": (
@@ -30,7 +30,7 @@ NORMS = {
     "olmo2": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
 }
 HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2")
-UNTURNED = "unturned"  # layers without rotary angles (some of SmolLM3)
+UNTURNED = "unturned"  # layers without rotary angles (some layers of SmolLM3)
 
 
 class _Layer(NamedTuple):
@@ -46,7 +46,7 @@ class _Layer(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What layers share. window: tokens that a position reads (None: all). rotary: their angles."""
+    """window: tokens that a position reads; None: all. rotary: the angles; None: the only ones."""
 
     device: torch.device
     window: int | None
@@ -54,11 +54,11 @@ class _Kind(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What the layers of a kind share in one forward: the rotary angles of the new positions, what
-    puts keys or values [B, key heads, T, D] into a cache's tensor, and the attention.
+    """What the layers of a kind share in one forward.
 
-    attend: from q [B, heads, T, D], keys and values [B, key heads, S, D] to what reshapes to
-    [B, T, heads * D].
+    cos, sin: rotary angles of the new positions. write: puts keys or values [B, key heads, T, D]
+    into a cache's tensor. attend: q [B, heads, T, D], keys and values [B, key heads, S, D] -> a
+    tensor that reshapes to [B, T, heads * D].
     """
 
     cos: Tensor
@@ -68,11 +68,10 @@ class _Step(NamedTuple):
 
 
 class FusedDecoder:
-    """The weights of a Llama-like model with q/k/v and gate/up fused and no module overhead.
+    """A Llama-like model with q/k/v and gate/up fused, without the overhead of modules.
 
-    In the same dtype the arithmetic is that of transformers' modules up to the order of sums. Where
-    the layers lie on several devices, each computes on its own; logits and states come back to the
-    embedding's.
+    Without int8 the arithmetic is that of transformers' modules, except for the order of sums.
+    Layers may be on several devices; logits and states are returned on the embedding's device.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class FusedDecoder:
             self.group, self.head_size, self.dtype
         )
         self.config = config
-        # a product's terms as the kernel of eight bits reads them
+        # the int8 kernel needs the number of terms of each product to be a multiple of INT8_TERMS
         sums = (config.hidden_size, self.heads * self.head_size, config.intermediate_size)
         int8 = int8 and not any(terms % INT8_TERMS for terms in sums)
         self.product = partial(Product.of, int8=int8)
@@ -106,7 +105,7 @@ class FusedDecoder:
         self.layers = [self._layer(layer) for layer in body.layers]
         self.final_norm = self._scale(body.norm)
         self.embedding_scale = self.residual_scale = self.logits_scale = 1.0
-        if gemma:  # rounded as its module rounds it
+        if gemma:  # rounded to the dtype, as transformers' module does
             self.embedding_scale = body.embed_tokens.embed_scale.to(self.dtype).item()
         if config.model_type == "granite":
             self.embedding_scale = config.embedding_multiplier
@@ -123,7 +122,7 @@ class FusedDecoder:
 
     def _layer(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        if self.config.model_type == "phi3":  # its products are fused already
+        if self.config.model_type == "phi3":  # the checkpoint's products are fused already
             qkv, gate_up = self.product(attention.qkv_proj), self.product(mlp.gate_up_proj)
         else:
             qkv = self.product(attention.q_proj, attention.k_proj, attention.v_proj)
@@ -151,7 +150,7 @@ class FusedDecoder:
         return _Kind(self.devices[number], window, rotary)
 
     def _angles(self, body: Any, kind: _Kind) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines of all positions [context, D], in which `roll` turns."""
+        """Cosines and signed sines of all positions [context, D], for a rotation by `roll`."""
         if kind.rotary == UNTURNED:
             cos = torch.ones(self.context_length, self.head_size, dtype=self.dtype)
             return cos.to(kind.device), torch.zeros_like(cos, device=kind.device)
@@ -159,15 +158,15 @@ class FusedDecoder:
         layer_type = () if kind.rotary is None else (kind.rotary,)
         cos, sin = body.rotary_emb(self.embedding[:1, :1].to(self.dtype), positions, *layer_type)
         half = self.head_size // 2
-        # rotate_half(x) * sin == roll(x) * signed sin: one copy less for every layer
+        # rotate_half(x) * sin == roll(x) * signed sin, which saves one copy per layer
         sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
         return cos[0].to(kind.device), sin.to(kind.device)
 
     def _scale(self, norm: Any) -> Tensor:
         weight: Tensor = norm.weight.detach()
-        if self.config.model_type == "gemma3_text":  # it holds them less one, and computes in fp32
+        if self.config.model_type == "gemma3_text":  # it stores weight - 1 and computes in fp32
             return weight.float() + 1
-        # a copy: one tensor of a mapped file would keep in memory all that was read of it
+        # a copy, because a tensor of a mapped file keeps all pages that were read in memory
         return weight.to(self.dtype, copy=True)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -178,7 +177,7 @@ class FusedDecoder:
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
     def _normed_heads(self, qkv: Tensor, norms: tuple[Tensor, Tensor]) -> Tensor:
-        """qkv [B, T, heads * D] with queries and keys normalised: a head each, or all together."""
+        """qkv [B, T, heads * D] with queries and keys normalised: by head, in OLMo-2 together."""
         sizes = [heads * self.head_size for heads in (self.heads, self.key_heads, self.key_heads)]
         *turned, v = qkv.split(sizes, dim=-1)
         qk = (
@@ -207,11 +206,11 @@ class FusedDecoder:
         states: HiddenStates | None = None,
         length: int | None = None,
     ) -> Tensor:
-        """See Decoder.forward. length: number of slots to attend over, whatever is in them.
+        """See Decoder.forward. length: the number of slots to attend over, used or not.
 
-        With a length, `start` is on the device [B] and the model on one device. Then the host reads
-        nothing and no shape depends on a number on the device, so what was recorded once
-        (graphs.py) is right for any other tokens and start.
+        A length needs `start` on the device [B] and the whole model on that device. Then the host
+        reads no number from the device and all shapes are fixed. Therefore a recording (graphs.py)
+        is valid for other tokens and another start.
         """
         rows, width = tokens.shape
         x = F.embedding(tokens, self.embedding).to(self.dtype)
@@ -243,7 +242,7 @@ class FusedDecoder:
     def _through_layer(
         self, layer: _Layer, h: Tensor, x: Tensor, keys: Tensor, values: Tensor, step: _Step
     ) -> Tensor:
-        """x [B, T, H] after a layer. h: what its products for attention read, of x."""
+        """The hidden states x [B, T, H] after a layer. h: the input of the q/k/v product."""
         rows, width = h.shape[:2]
         h, turned = layer.qkv(h), self.heads + self.key_heads
         if layer.head_norms is not None:
@@ -251,7 +250,7 @@ class FusedDecoder:
         qkv = h.view(rows, width, -1, self.head_size).transpose(1, 2)
         qk, v = qkv[:, :turned], qkv[:, turned:]
         qk = qk * step.cos + torch.roll(qk, self.head_size // 2, -1) * step.sin
-        if qk.dtype != x.dtype:  # OLMo-2 turns in fp32
+        if qk.dtype != x.dtype:  # OLMo-2 rotates in fp32
             qk = qk.to(x.dtype)
         q, k = qk[:, : self.heads], qk[:, self.heads :]
         if self.query_scale != 1:
@@ -293,7 +292,7 @@ class FusedDecoder:
 
         def grouped(attention: Any, length: int, mask: Tensor | None) -> _Step:
             def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-                # heads that share a key head are folded into the query length: no repeated keys
+                # query heads that share a key head become query positions, so keys are not repeated
                 folded = q.reshape(rows, self.key_heads, self.group * width, self.head_size)
                 h = attention(folded, keys[:, :, :length], values[:, :, :length], mask)
                 return h.reshape(rows, self.heads, width, self.head_size).transpose(1, 2)
@@ -309,7 +308,7 @@ class FusedDecoder:
         if isinstance(start, int):
             end = start + width
         else:
-            # products of whole tensors copy no slice, and generate_batched keeps `slots` tight
+            # whole tensors need no copy of a slice, and generate_batched keeps few unused slots
             end = slots if many else int(start.max()) + width
         length = min(cpu_bits.whole_blocks(end), slots) if on_cpu else end
         masked = kind.window is not None or length > end or not isinstance(start, int)
@@ -339,7 +338,7 @@ def batched_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Scaled dot-product attention of many rows as two batched products.
 
     q [B, heads, T, D], k and v [B, heads, S, D], mask [B * heads, T, S], added to the scores.
-    torch's fused CPU kernel reads the rows one by one: twice the time from about eight rows on.
+    torch's fused CPU kernel reads the rows one by one, and takes twice as long from eight rows on.
     """
     scores = torch.baddbmm(
         mask, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=q.shape[-1] ** -0.5

@@ -1,4 +1,4 @@
-"""Batched generation by the target alone: rows of unequal length, replaced when they end."""
+"""Batched generation by the target alone; when an output ends, the next prompt takes its row."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from eval.decoding.forward import PIECE, Decoder, HiddenStates, in_pieces
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import argmax, inverse_cdf, warp
 
-SLACK = 32  # free slots: a step reads every slot of the cache, and resizing it reads all of it
-PREFILL_ROWS = 4  # prompts of up to PIECE tokens read at once: each weight serves all their tokens
+SLACK = 32  # free slots: few, as steps read all slots; not none, as resizing copies the cache
+PREFILL_ROWS = 4  # prompts of up to PIECE tokens that one forward reads, so weights are read once
 
 
 @dataclass
 class Answer:
-    """The target's output for prompt number `index`: its tokens, an emitted stop token included.
+    """The target's output for prompt number `index`.
 
-    captured: what `capture` returned for the raw logits at each of these tokens. If prompts are
-    captured too, those at the prompt's tokens but its first precede. states: the target's hidden
-    states at every token of prompt and output but the last, in pieces [T, L, H] on the host, bf16.
+    tokens: with the stop token, if one was emitted. captured: what `capture` returned for the
+    logits that predict each of these tokens. With `in_prompts`, the prompt's tokens except its
+    first come before. states: hidden states at every token of prompt and output except the last,
+    as bf16 pieces [T, L, H] on the host (T tokens, L layers).
     """
 
     index: int
@@ -35,16 +36,16 @@ class Answer:
 
 
 def tokens_bar(name: str, answers: int, decoding: Decoding, disable: bool = False) -> tqdm[Any]:
-    """A progress bar that counts tokens, because outputs take long and end together."""
+    """A progress bar of tokens. Outputs are not counted, because many of them end at once."""
     total = answers * decoding.max_new_tokens
     return tqdm(desc=name, total=total, unit="token", unit_scale=True, disable=disable)
 
 
 def prefill_groups(prompts: Sequence[list[int]]) -> list[list[int]]:
-    """The numbers of the prompts that are read together, in their order.
+    """Groups of prompt numbers, each read in one forward; prompts above PIECE tokens are alone.
 
-    The longest are first: then rows that run together have similar lengths, and attention reads
-    less.
+    The longest prompts come first, so that rows that run together have similar lengths and
+    attention reads fewer slots.
     """
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     long = sum(len(prompt) > PIECE for prompt in prompts)
@@ -53,25 +54,24 @@ def prefill_groups(prompts: Sequence[list[int]]) -> list[list[int]]:
 
 
 def rows_at_once(batch_size: int, prompt: int, new: int) -> int:
-    """How many rows run together. prompt: tokens of the longest prompt; new: tokens of an output.
+    """The number of rows that run together: batch_size, or fewer to keep the cache from growing.
 
-    batch_size for prompts of up to PIECE tokens. Longer prompts, their lengths rounded up to powers
-    of two, take no more slots of a cache.
+    prompt: tokens of the longest prompt; above PIECE, rows are fewer. new: tokens of an output.
     """
     return max(1, batch_size * (PIECE + new) // (_bucket(prompt) + new))
 
 
 def _bucket(prompt: int) -> int:
-    """PIECE times the power of two that holds a prompt of this many tokens."""
+    """The number of tokens, rounded up to PIECE times a power of two."""
     return PIECE << max(0, -(-prompt // PIECE) - 1).bit_length()
 
 
 class Kept(NamedTuple):
-    """What is kept beside the tokens of an output.
+    """What is kept of an output in addition to its tokens.
 
-    capture: called on the raw logits [B, V] of each step; row b of each tensor it returns goes to
-    the output in row b. in_prompts: `capture` is called on the logits within each prompt, too.
-    layers: whose hidden states are kept, numbered as in forward.py.
+    capture: called on the logits [B, V] of each step, before any logits processor; row b of each
+    tensor that it returns belongs to the output in row b. in_prompts: `capture` is also called on
+    the logits within each prompt. layers: numbers (forward.py) of the hidden states to keep.
     """
 
     capture: Callable[[Tensor], tuple[Tensor, ...]] | None = None
@@ -91,14 +91,14 @@ def generate_batched(
     kept: Kept = TOKENS_ALONE,
     bar: tqdm[Any] | None = None,
 ) -> Iterator[Answer]:
-    """Outputs in the order in which they end. `prompts` are token ids, none of them empty.
+    """Yields the outputs in the order in which they end. prompts: token ids, none of them empty.
 
-    A row that ends is given to the next prompt at once, so that no step is spent on finished rows.
-    Prompts longer than PIECE run apart from shorter ones, and fewer at once (`rows_at_once`).
-    seeds: one for each prompt; all random numbers of its output come from it. Every step has the
+    When an output ends, the next prompt takes its row, so that no step is spent on finished rows.
+    Prompts longer than PIECE run separately from shorter ones, in fewer rows (`rows_at_once`).
+    seeds: one per prompt; all random numbers of its output come from its seed. Every step has the
     same number of rows, and prompts are read in `prefill_groups`. Therefore an output's bits depend
-    only on the prompts that are read with it and on the slots of the cache.
-    bar: from `tokens_bar`; it also counts the tokens that an output leaves unused.
+    only on the prompts that are read with its prompt, and on the numbers of rows and slots.
+    bar: from `tokens_bar`; when an output ends early, the bar counts the missing tokens, too.
     """
 
     def bucket(group: list[int]) -> int:
@@ -130,25 +130,24 @@ def _generate(
     longest = len(prompts[0])
     cache = target.new_cache(rows, longest + SLACK)
     prefilled = target.new_cache(1 if longest > PIECE else PREFILL_ROWS, longest)
-    waiting: list[int] = []  # prompts in the rows of `prefilled`, the last of them first
-    in_prompts: dict[int, list[tuple[Tensor, ...]]] = {}  # captured of those
-    in_heads: dict[int, list[Tensor]] = {}  # and their states
-    # each row's output, the token it reads next, and that token's position; a row without an output
-    # stays at position 0
+    waiting: list[int] = []  # prompts in the rows of `prefilled`; the last one is taken first
+    in_prompts: dict[int, list[tuple[Tensor, ...]]] = {}  # what was captured of these prompts
+    in_heads: dict[int, list[Tensor]] = {}  # hidden states of these prompts
+    # by row: the output, the next token to read and its position; without an output, position 0
     answers: list[Answer | None] = []
     tokens, positions, used, moves = torch.zeros((4, rows), dtype=torch.long, device=target.device)
-    # one random number for each token that a row may still emit; how many it has `used`
+    # one random number for each token of an output; `used` counts the used ones
     uniforms = torch.zeros(
         (rows, decoding.max_new_tokens), dtype=torch.float64, device=target.device
     )
 
     def admit(row: int) -> Answer | None:
-        """Cache all of a prompt but its last token, which steps with the other rows."""
+        """Give the row the next prompt, cached except its last token; None if no prompt is left."""
         if not waiting and queue:
             waiting[:] = queue.pop(0)
             width = max(len(prompts[i]) for i in waiting) - 1
             if width > 0:
-                # what pads a head is overwritten before it is read
+                # the padding of a head is overwritten before any step reads it
                 heads = [(prompts[i][:-1] + [0] * width)[:width] for i in waiting]
                 heads += heads[:1] * (prefilled.rows - len(heads))
                 read = torch.tensor(heads, device=target.device)
@@ -169,7 +168,7 @@ def _generate(
         head = len(prompts[index]) - 1
         cache.copy_row(row, prefilled, len(waiting), head)
         tokens[row], positions[row], moves[row] = prompts[index][-1], head, 1
-        if not sampling.greedy:  # on the host: the same numbers on every device
+        if not sampling.greedy:  # drawn on the host, so that all devices get the same numbers
             generator = torch.Generator().manual_seed(seeds[index])
             uniforms[row] = torch.rand(
                 decoding.max_new_tokens, dtype=torch.float64, generator=generator

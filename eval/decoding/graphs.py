@@ -1,10 +1,9 @@
 """Small forwards on a GPU as CUDA graphs: recorded once, replayed by a single launch.
 
-A step of a small draft is some hundred kernels, each of which takes longer to launch than to run. A
-recorded forward reads and writes memory of fixed addresses, and its shapes are fixed. Therefore all
-caches have the size of the context and are used again, attention runs over whole buckets of slots,
-the unused ones masked, and tokens and position are copied in. Batches, and wide forwards such as a
-prompt's, are not recorded.
+A step of a small draft runs hundreds of kernels, and each takes longer to launch than to run. A
+recorded forward has fixed shapes and memory addresses. Therefore caches have the context's size and
+are reused, attention runs over buckets of slots (unused ones masked), and tokens and position are
+copied into fixed tensors. Forwards of several rows or above WIDEST tokens are not recorded.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from torch import Tensor
 from eval.decoding.forward import HiddenStates, KVCache
 from eval.decoding.fused import FusedDecoder
 
-WIDEST = 16  # tokens of a recorded forward at most
+WIDEST = 16  # the most tokens of a recorded forward
 BUCKET = 256  # slots
-WARM_UPS = 2  # before a recording, so that kernels are chosen and workspaces exist
+WARM_UPS = 2  # runs before a recording, which choose kernels and create workspaces
 
 
 @dataclass
 class StaticCache(KVCache):
-    """A cache of one row with tensors at fixed addresses. number: identifies these tensors."""
+    """A cache of one row whose tensors have fixed addresses. number: identifies these tensors."""
 
     number: int
 
@@ -36,7 +35,7 @@ class StaticCache(KVCache):
         return KVCache([*self.keys], [*self.values]).resized(slots)
 
 
-# Takes a function and the tensors it reads; returns a function that runs it on their new values.
+# Takes a function and its input tensors; returns a function that runs it on their present values.
 Record = Callable[[Callable[..., list[Tensor]], Sequence[Tensor]], Callable[[], list[Tensor]]]
 
 
@@ -61,7 +60,7 @@ class CudaGraphs:
 
         def replay() -> list[Tensor]:
             graph.replay()
-            return outputs  # kept, so that no other graph takes its memory
+            return outputs  # this reference keeps other graphs from using the outputs' memory
 
         return replay
 
@@ -69,7 +68,7 @@ class CudaGraphs:
 class GraphedDecoder:
     """A fused decoder whose forwards of one row and a few tokens are recorded and replayed.
 
-    recordings: counted over all such decoders, so that a timing can see whether one fell into it.
+    recordings: the number of recordings of all such decoders; timings check that it is unchanged.
     """
 
     recordings = 0
@@ -119,7 +118,7 @@ class GraphedDecoder:
         if key not in self._recorded:
             GraphedDecoder.recordings += 1
             self._recorded[key] = self._record(read, cache, length, last_only, layers)
-        # copies, since the next replay overwrites its outputs
+        # copies, because the next replay overwrites the outputs
         logits, *states_read = (output.clone() for output in self._recorded[key]())
         if states is not None:
             states.update(zip(layers, states_read, strict=True))

@@ -1,8 +1,7 @@
-"""The decoding loop for one text: draft, verify, emit; without a drafter, the baseline.
+"""The decoding loop for one text: draft, verify, emit. Without a drafter it is the baseline.
 
-The output is the target's own: identical tokens when greedy, the same distribution when sampling
-(arXiv 2211.17192, 2302.01318; the rules are in verification.py). Legend: G drafted tokens, V the
-target's vocabulary.
+Drafts do not change the target's output: the same tokens when greedy (except at near-ties, if bits
+differ), the same distribution when sampling (arXiv 2211.17192, 2302.01318; see verification.py).
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ from eval.prompts import Prompt
 
 @dataclass(frozen=True)
 class Decoding:
-    """How text is decoded: the deployed sampling, the stop tokens, the longest output, the seed.
-
-    rule: how drafts are verified where tokens are sampled.
-    """
+    """How text is decoded. rule: how drafted tokens are verified if tokens are sampled."""
 
     sampling: Sampling
     stops: frozenset[int]
@@ -35,14 +31,14 @@ class Decoding:
 
     @property
     def verification(self) -> str:
-        """The name of the rule in a report."""
+        """The report's name of the verification rule."""
         if self.sampling.greedy:
             return "greedy match"
         return "block verification" if self.rule == "block" else "rejection sampling"
 
 
 def seed_of(run_seed: int, prompt_id: str) -> int:
-    """The seed of a prompt's random numbers, so that prompts are independent."""
+    """The seed, below 2**56, of a prompt's random numbers; other prompts do not change it."""
     text = f"{run_seed}\0{prompt_id}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
@@ -55,10 +51,10 @@ def decode(
     decoding: Decoding,
     draft_length: int = 0,
 ) -> PromptRun:
-    """The output for the prompt of these token ids, and what each speculation step took.
+    """The output for a prompt with these token ids, and the seconds of each speculation step.
 
-    drafter: None for the target alone. draft_length: tokens that a step drafts at most. The
-    contexts of target and draft must hold the prompt, max_new_tokens and draft_length.
+    drafter: None for the target alone. draft_length: the most tokens that a step drafts. The
+    target's context must have room for the prompt, max_new_tokens and draft_length.
     """
     layers = () if drafter is None else drafter.layers
     device = target.device
@@ -76,14 +72,14 @@ def decode(
     now = time.perf_counter()
     run = PromptRun.of(prompt, len(ids), [now - clock], [[first]])
 
-    # 2. The drafter takes in the text so far.
+    # 2. The drafter reads the text so far.
     session = None
     if drafter is not None:
         text = Text([*ids, first], slots, decoding.sampling, generator, states)
         session = drafter.start(text)
 
     while run.tokens[-1] not in decoding.stops and len(run.tokens) < decoding.max_new_tokens:
-        # 3. Draft. The last wanted token comes from the target itself, so one less is drafted.
+        # 3. Draft. Every step emits one token of the target's choice, so one less is drafted.
         clock = now
         room = decoding.max_new_tokens - len(run.tokens) - 1
         proposal = no_draft(device)
@@ -100,8 +96,7 @@ def decode(
             logits, proposal.tokens, proposal.q, decoding.sampling, generator, decoding.rule
         )
 
-        # 5. One transfer from the device: the draft, how many tokens of it are accepted, and the
-        # target's next token.
+        # 5. One transfer from the device, because each transfer waits for the device.
         packed = torch.cat([proposal.tokens, n_accepted[None], following[None]])
         *draft, accepted, next_token = packed.tolist()
         now = time.perf_counter()
@@ -122,20 +117,19 @@ def _emit(
     draft_length: int,
     stops: frozenset[int],
 ) -> list[int]:
-    """Put a speculation step into the log, and return the tokens it emits.
+    """Log a speculation step, and return the tokens that it emits.
 
-    next_token: the target's own after the accepted ones. room: how many drafted tokens were wanted.
+    next_token: the target's, after the accepted tokens. room: the most drafted tokens that fit.
     """
     drafted = len(draft)
     emitted = [*draft[:accepted], next_token]
-    # The last step is left out of the mean acceptance length wherever the length limit could cut a
-    # step that starts here, even if this step is whole. Otherwise only the long steps would be
-    # missing, and the mean would be too small.
+    # The last step does not count in the mean acceptance length if the length limit could have cut
+    # it. If only steps that were cut did not count, long steps would be missing in the mean.
     run.last_truncated = room < draft_length and room <= drafted
     end = next((i for i, token in enumerate(emitted) if token in stops), None)
     if end is not None:
         emitted = emitted[: end + 1]
-        if end < accepted:  # the text, and with it the draft, ends at a token that was drafted
+        if end < accepted:  # a drafted token ends the text, so later drafted tokens do not count
             drafted = accepted = end + 1
     run.tokens.extend(emitted)
     run.block_tokens.append(len(emitted))

@@ -1,4 +1,4 @@
-"""The log of one decoded prompt: its tokens, and what each speculation step drafted and took."""
+"""The log of one decoded prompt: its output, and tokens and seconds of each speculation step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class PromptRun:
-    """One prompt decoded once, with a draft or without (the baseline).
+    """One prompt decoded once, with a draft or without a draft (the baseline).
 
-    The first token comes from the prefill, each later one from a speculation step: one target call.
-    `tokens` has prefill_tokens + sum(block_tokens) entries, EOS included where it was emitted.
+    The first token comes from the prefill. Later tokens come from speculation steps; each step is
+    one target call. `tokens` has prefill_tokens + sum(block_tokens) entries, with an emitted EOS.
     """
 
     prompt_id: str
@@ -26,11 +26,11 @@ class PromptRun:
     block_seconds: list[float]  # decode phase, one entry a speculation step
     block_tokens: list[int]  # tokens that the step emitted (baseline: all 1)
     drafted: list[int]  # tokens that the step drafted (baseline: all 0)
-    accepted: list[int]  # of these, how many verification accepted
+    accepted: list[int]  # drafted tokens that verification accepted
     last_truncated: bool  # the last step was, or could have been, cut by max_new_tokens
-    group: str | None = None  # prompts of one document or source share it; None: its own
-    prefill_tokens: int = 1  # tokens that the prefill emitted: more where an engine drafts for it
-    free: list[int] = field(default_factory=list)  # of `drafted`, how many took no step of a model
+    group: str | None = None  # prompts of one document or source share it; None: no other prompt
+    prefill_tokens: int = 1  # tokens that the prefill emitted; several if an engine drafts for it
+    free: list[int] = field(default_factory=list)  # drafted tokens that took no step of a model
 
     @classmethod
     def of(
@@ -40,9 +40,9 @@ class PromptRun:
         seconds: Sequence[float],
         emitted: Sequence[Sequence[int]],
     ) -> Self:
-        """From the seconds and tokens of target calls, the prefill first.
+        """A run from the seconds and tokens of each target call; the prefill is the first call.
 
-        `drafted` and `accepted` are left at 0 for the caller to fill in.
+        `drafted` and `accepted` are 0; the caller sets them.
         """
         return cls(
             prompt_id=prompt.id,
@@ -61,16 +61,16 @@ class PromptRun:
 
     @property
     def seconds(self) -> float:
-        """Wall time of the whole answer, prefill included."""
+        """Wall time of the whole output, with the prefill."""
         return self.prefill_seconds + sum(self.block_seconds)
 
     @property
     def whole_blocks(self) -> int:
-        """Speculation steps that count: all but a last one that was cut by the length limit."""
+        """The number of speculation steps without a last step that the length limit could cut."""
         return len(self.block_tokens) - int(self.last_truncated and bool(self.block_tokens))
 
     def problem(self, blocks: bool) -> str | None:
-        """How it contradicts itself; blocks: whether drafted and accepted tokens are known."""
+        """How the log contradicts itself, or None. blocks: drafted and accepted are known."""
         calls, first = len(self.block_tokens), self.prefill_tokens
         if not len(self.block_seconds) == len(self.drafted) == len(self.accepted) == calls:
             return "block_seconds, block_tokens, drafted and accepted differ in length"
@@ -81,7 +81,7 @@ class PromptRun:
         counts = zip(self.block_tokens, self.drafted, self.accepted, strict=True)
         for i, (emitted, drafted, accepted) in enumerate(counts if blocks else ()):
             cut = i == calls - 1 and self.last_truncated
-            # a drafted token that ends the text is the end of its draft, and nothing follows it
+            # if a drafted token ends the text, no token of the target follows
             ended = i == calls - 1 and 1 <= emitted == accepted == drafted
             if not 0 <= accepted <= drafted:
                 return f"block {i} accepted {accepted} of {drafted} drafted tokens"

@@ -1,4 +1,4 @@
-"""The target as it is decoded, and what every model is known by: stop tokens, bytes, hashes."""
+"""Loads the target. Functions for the stop tokens, bytes and hashes of any model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from eval.decoding.forward import Decoder
 
 @dataclass
 class Target:
-    """The target twice, on the same weights: `model` for stock generation, `decoder` for ours."""
+    """The target as transformers' `model` and as our `decoder`, on the same weights."""
 
     spec: str
     model: PreTrainedModel
@@ -36,9 +36,9 @@ class Target:
 
 
 def load_target(spec: str, dtype: torch.dtype, device: str, context_length: int) -> Target:
-    """The target of a spec, ready to decode contexts of `context_length` tokens on a device.
+    """The target of a spec, for contexts of up to `context_length` tokens. device: see `load_on`.
 
-    device: see `load_on`.
+    Raises SourceError or ValueError for a model that cannot be read or decoded here.
     """
     model, tokenizer = load_on(spec, dtype, device), load_tokenizer(spec)
     decoder = build_decoder(model, context_length)
@@ -46,13 +46,13 @@ def load_target(spec: str, dtype: torch.dtype, device: str, context_length: int)
 
 
 def load_on(spec: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """A model on a device, or with "auto" its layers over all GPUs of this process."""
+    """A model on a device; device "auto" spreads its layers over all GPUs of this process."""
     loaded: Any = load_model(spec, dtype, spread=device == "auto")
     return loaded if device == "auto" else loaded.to(device)
 
 
 def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every id that ends a text: tokenizer, config and generation config together."""
+    """All ids that end a text, from the tokenizer, the config and the generation config."""
     generation = model.generation_config
     sources = [
         tokenizer.eos_token_id,
@@ -66,15 +66,15 @@ def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> f
 
 
 def tensor_sha256(tensor: Tensor) -> str:
-    """sha256 of a tensor's bytes, on whatever device it is."""
+    """sha256 of a tensor's bytes; the tensor may be on any device."""
     data = tensor.detach().contiguous().view(torch.uint8).cpu().numpy()
     return hashlib.sha256(data.data).hexdigest()
 
 
 def weights_sha256(path: str) -> str | None:
-    """The sha256 of a draft's weights: of its one file, or of what `sha256sum` prints of several.
+    """The sha256 of a draft's weight file; for several files, of the text that `sha256sum` prints.
 
-    path: as in a log, `lookup-first:FOLDER`. None where it names no files on this machine.
+    path: as in a log, with or without `lookup-first:`. None if it names no files on this machine.
     """
     place = Path(path.removeprefix("lookup-first:"))
     files = [place] if place.is_file() else weight_files(place)
@@ -88,5 +88,5 @@ def weights_sha256(path: str) -> str | None:
 
 
 def model_bytes(model: PreTrainedModel) -> int:
-    """Bytes of a model's parameters, tied ones counted once."""
+    """Bytes of a model's parameters; tied parameters count once."""
     return sum(p.nbytes for p in model.parameters())

@@ -1,4 +1,4 @@
-"""The decoder of any other causal LM: its own modules. Legend: as in forward.py."""
+"""The Transformers forward: the decoder of all other causal LMs. Legend: as in forward.py."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from eval.decoding.forward import HiddenStates, KVCache, empty_cache, input_embedding
 from eval.decoding.weights import in_fp32
 
-# What layers read of a text. A window or a chunk is a mask over a cache of the whole text.
+# Layer types that work with a cache of the whole text: windows and chunks are masks over it.
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 PROBE_LENGTH = 8
 
 
 class _Slots:
-    """Where the running forward of a TransformersDecoder writes: `start` as in Decoder.forward."""
+    """The slots `positions` [B, T] that a forward writes; `length` slots are in use afterwards."""
 
     def __init__(self, start: int | Tensor, rows: int, width: int, device: torch.device) -> None:
         if isinstance(start, Tensor):
@@ -34,9 +34,9 @@ class _Slots:
 
 
 class _SlotLayer(CacheLayerMixin):
-    """One layer of a KVCache in the shape that transformers' attention modules write to.
+    """One layer of a KVCache, with the interface that transformers' attention modules use.
 
-    Without keys and values, the first update makes them with PROBE_LENGTH slots.
+    Without keys and values, the first update creates them with PROBE_LENGTH slots.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class _SlotLayer(CacheLayerMixin):
 
 @contextmanager
 def _masks_by_row(slots: _Slots) -> Iterator[None]:
-    """Within it a model's masks are evaluated at the positions of each row.
+    """In this context, transformers computes masks at the positions of each row.
 
     transformers makes masks from functions of two positions (causal, window, chunk, or a family's
-    combination), but lets all rows start at the same position.
+    combination), but assumes that all rows start at the same position.
     """
 
     def mask(
@@ -107,9 +107,9 @@ def _masks_by_row(slots: _Slots) -> Iterator[None]:
 
 
 def refuse_states(config: Any, stateful: bool) -> None:
-    """Raise ValueError for layers that cannot be rolled back by position, or read row by row.
+    """Raise ValueError for layers that cannot roll back, or cannot read rows of unequal length.
 
-    stateful: whether the model's class says that it has a state.
+    stateful: whether the model's class declares a state.
     """
     refused = f"A {config.model_type} model cannot be decoded here: "
     unknown = {*(getattr(config, "layer_types", None) or [])} - ATTENTION_KINDS
@@ -120,17 +120,17 @@ def refuse_states(config: Any, stateful: bool) -> None:
         )
     if config.model_type == "gpt_neo":
         raise ValueError(
-            f"{refused}its modules cut their windows at the longest row's position, so that "
-            "shorter rows would read too little; use a model of another family."
+            f"{refused}its modules place attention windows by the longest row, so shorter rows "
+            "would read too few tokens; use a model of another family."
         )
 
 
 class TransformersDecoder:
-    """Any causal LM of transformers behind the same interface, computed by its own modules.
+    """A Decoder that computes any causal LM with its transformers modules.
 
-    The constructor tries it on a few tokens. The trial shows the shapes of a family's keys and
-    values (MLA has two sizes, a layer may share another's). It also shows that rows at different
-    positions, one of them rolled back, have the logits of transformers' own forward.
+    The constructor tries the model on a few tokens to find the shapes of keys and values (MLA has
+    two sizes; a layer may share another layer's). It raises ValueError if the trial fails, or if
+    two rows at different positions, one rolled back, have other logits than without a cache.
     """
 
     def __init__(
@@ -155,14 +155,14 @@ class TransformersDecoder:
             raise
         except Exception as reason:
             raise ValueError(
-                f"{refused}its modules do not work with a cache of keys and values by position "
+                f"{refused}its modules fail with a cache that is indexed by position "
                 f"({type(reason).__name__}: {reason}); use a model of another family."
             ) from reason
-        # rounding errors stay far below it, wrong masks or positions are far above
+        # rounding errors stay far below this bound; wrong masks or positions are far above it
         if not error < torch.finfo(self.dtype).eps ** 0.5:
             raise ValueError(
-                f"{refused}in rows of different lengths its logits are off by {error:.2g} of their "
-                "size; use a model of another family."
+                f"{refused}in rows of different lengths the relative error of its logits is "
+                f"{error:.2g}; use a model of another family."
             )
 
     def own_bytes(self) -> int:
@@ -210,12 +210,12 @@ class TransformersDecoder:
             )
 
     def _dtype(self) -> AbstractContextManager[None]:
-        """Within it the model computes in this decoder's dtype."""
+        """A context in which the model computes in this decoder's dtype."""
         return in_fp32(self.model) if self.dtype != self.embedding.dtype else nullcontext()
 
     @torch.inference_mode()
     def _probe(self) -> tuple[list[list[tuple[int, int]]], float]:
-        """Heads and size of each layer's keys, and of its values; the logits' relative error."""
+        """(heads, head size) of each layer's keys and values; relative error of the logits."""
         half = PROBE_LENGTH // 2
         ids = torch.arange(1, 2 * PROBE_LENGTH + 1, device=self.device).view(2, PROBE_LENGTH)
         ids = ids % self.embedding.shape[0]
@@ -224,16 +224,16 @@ class TransformersDecoder:
         slots = _Slots(0, 2, half, self.device)
         layers = [_SlotLayer(slots) for _ in range(self.config.num_hidden_layers)]
         self._run(ids[:, :half], layers, slots)
-        first = torch.tensor([half, half - 1])  # the second row's last token is taken back
+        first = torch.tensor([half, half - 1])  # the second row is rolled back by one token
         slots = _Slots(first, 2, half, self.device)
         for layer in layers:
             layer.slots = slots
         got = self._run(ids.gather(1, slots.positions), layers, slots).logits
         want = expected.gather(1, slots.positions[..., None].expand_as(got))
-        # the median of a row: rounding may send single tokens of a mixture to another expert
+        # the median of a row, because rounding may send single tokens to another expert
         error = ((got - want).norm(dim=-1) / want.norm(dim=-1)).median(1).values.max()
         shapes = [
-            # a layer that reads another's keys and values has none
+            # a layer that reads the keys and values of another layer has none
             [(0, 0) if held is None else (held.shape[1], held.shape[3]) for held in tensors]
             for tensors in ([x.keys for x in layers], [x.values for x in layers])
         ]

@@ -1,6 +1,6 @@
-"""A model's weights in the form that a decoder multiplies by, in memory once.
+"""A model's weights in the form that decoders multiply by, without a second copy in memory.
 
-Legend: B rows, T positions, K terms of a product, N its results.
+Legend: B rows, T positions, K terms of a product, N results of a product.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from torch.overrides import TorchFunctionMode
 
 from eval.decoding import cpu_bits
 
-INT8_TERMS = 16  # torch's kernel reads the terms of a product sixteen at a time, past the end too
-INT8_ROWS = 16  # for more rows than this, unpacking an int8 weight first is faster
+INT8_TERMS = 16  # torch's kernel reads 16 terms at a time, beyond the end if K is no multiple of it
+INT8_ROWS = 16  # for more rows, it is faster to convert the int8 weight first
 
-PIECE = 2**20  # values of a weight converted at once: few enough for a core's cache
+PIECE = 2**20  # values of a weight that are converted at once; they fit into a core's cache
 
 _MADV_DONTNEED = 4  # Linux' mman.h
 
 
 def _pieces(weight: Tensor) -> Sequence[Tensor]:
-    """A weight [N, K], a few rows at a time."""
+    """A weight [N, K] in pieces of about PIECE values, whole rows each."""
     return weight.split(max(1, PIECE // weight.shape[1]))
 
 
 class Int8Weight(NamedTuple):
-    """A weight [N, K] in eight bits: values int8 [N, K], and the unit of each row, scales [N]."""
+    """A weight [N, K] in int8: weight = values [N, K] * scales [N], a scale per row."""
 
     values: Tensor
     scales: Tensor
 
     @classmethod
     def of(cls, *weights: Tensor) -> Int8Weight:
-        """Weights one below the other, each row rounded to 255 levels up to its largest value."""
+        """The weights joined along N; each row is rounded to 255 levels up to its largest value."""
         values, scales = [], []
         for rows in (rows for weight in weights for rows in _pieces(weight)):
             largest = rows.abs().amax(1).clamp_min(torch.finfo(rows.dtype).tiny)
@@ -52,14 +52,14 @@ class Int8Weight(NamedTuple):
 
 
 class Product(NamedTuple):
-    """One product, of several of a model's where they read the same input."""
+    """A linear layer; several layers that read the same input are fused into one."""
 
     weight: Tensor | Int8Weight
     bias: Tensor | None
 
     @classmethod
     def of(cls, *parts: nn.Linear, int8: bool = False) -> Product:
-        """int8: a copy in eight bits; the parts stay as they are."""
+        """int8: a copy in int8; the layers stay unchanged. Else their weights become views."""
         biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
         weight: Tensor | Int8Weight
         if int8:
@@ -75,12 +75,12 @@ class Product(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the weight as it is held, a bias aside."""
+        """Bytes of the weight in memory, without the bias."""
         weight = self.weight
         return weight.nbytes if isinstance(weight, Tensor) else sum(part.nbytes for part in weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """F.linear of [B, T, K] in its dtype. In eight bits the bits depend on B and T."""
+        """F.linear of x [B, T, K], in the dtype of x. With int8, the bits depend on B and T."""
         if isinstance(self.weight, Tensor):
             if x.dtype != self.weight.dtype:
                 return fp32_linear(x, self.weight, self.bias)
@@ -93,17 +93,17 @@ class Product(NamedTuple):
 
 
 def linear(weight: Tensor) -> nn.Linear:
-    """A layer without a bias that holds this very weight [N, K]."""
+    """A layer without bias on this weight [N, K]; a contiguous weight is not copied."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight.contiguous())
     return layer
 
 
 def fused(parts: Sequence[nn.Linear]) -> Tensor:
-    """The weights of products that read the same input, one below the other [N, K].
+    """The weights of layers that read the same input, joined along N [N, K].
 
-    The parts' own weights become views of it: the model computes, saves and is pruned as before.
-    Where they are views already, as after an earlier call, nothing is copied.
+    The layers' weights become views of the result, so the model can be called, saved and pruned as
+    before. If they are such views already, nothing is copied.
     """
     weights = [part.weight.detach() for part in parts]
     first, size = weights[0], sum(len(weight) for weight in weights)
@@ -124,9 +124,9 @@ def fused(parts: Sequence[nn.Linear]) -> Tensor:
 
 
 def _unload(weights: Sequence[Tensor]) -> None:
-    """Release the file pages that these weights were read from; a later read loads them again.
+    """Release the file pages of these weights. Linux only; a later read loads the pages again.
 
-    transformers maps a checkpoint's file into memory. The pages that were read stay in memory as
+    transformers maps a checkpoint's file into memory, and pages that were read stay in memory as
     long as any tensor of the file exists.
     """
     if sys.platform != "linux":
@@ -136,7 +136,7 @@ def _unload(weights: Sequence[Tensor]) -> None:
     files = [[int(at, 16) for at in line[0].split("-")] for line in lines if line[4] != "0"]
     page, libc = mmap.PAGESIZE, ctypes.CDLL(None)
     for weight in weights:
-        # whole pages only: its neighbours' stay
+        # only whole pages, because neighbouring tensors use the others
         begin = -(-weight.data_ptr() // page) * page
         end = (weight.data_ptr() + weight.nbytes) // page * page
         if any(first <= begin < end <= last for first, last in files):
@@ -144,10 +144,10 @@ def _unload(weights: Sequence[Tensor]) -> None:
 
 
 def fp32_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear in fp32 of a weight [N, K] in fewer bits, converted a few rows at a time.
+    """F.linear in fp32 with a weight [N, K] in bf16 or fp16, converted a few rows at a time.
 
-    All pieces use one buffer. Otherwise outputs fill the holes of freed pieces, and each new piece
-    takes more memory.
+    All pieces use one buffer. Otherwise outputs would fill the holes of freed pieces, and each new
+    piece would take more memory.
     """
     pieces = _pieces(weight)
     buffer = torch.empty(pieces[0].shape, dtype=torch.float32, device=weight.device)
@@ -163,7 +163,7 @@ def _widened(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Fp32Products(TorchFunctionMode):
-    """Within it F.linear takes fp32 inputs whatever its weight is in."""
+    """In this context, F.linear accepts fp32 inputs with a weight of another dtype."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and args[0].dtype != args[1].dtype:
@@ -173,10 +173,10 @@ class _Fp32Products(TorchFunctionMode):
 
 @contextmanager
 def in_fp32(model: nn.Module) -> Iterator[None]:
-    """Within it the model computes in fp32: each module's weights are converted while it runs.
+    """In this context, the model computes in fp32: each module's weights are converted on use.
 
-    A product's weight is converted a few rows at a time, an embedding's in the rows that are read,
-    any other module's (a norm, a mixture's experts) at once. Afterwards the model is unchanged.
+    A linear layer's weight is converted a few rows at a time, of an embedding only the rows that
+    are read, and other weights (norms, experts) at once. Afterwards the model is unchanged.
     """
     saved: dict[nn.Module, dict[str, Any]] = {}
 
@@ -186,7 +186,7 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
         if isinstance(module, nn.Embedding):
             read, places = args[0].unique(return_inverse=True)
             parameters["weight"], args = module.weight[read], (places, *args[1:])
-            module.padding_idx = None  # only training looks at it, and it may be no row now
+            module.padding_idx = None  # inference ignores it, and it may be out of range now
         module._parameters, module._buffers = _widened(parameters), _widened(module._buffers)
         return args
 

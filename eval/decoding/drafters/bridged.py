@@ -1,7 +1,7 @@
-"""A draft with another vocabulary: it drafts the tokens that both vocabularies have.
+"""A draft with another vocabulary, which drafts only tokens that both vocabularies have.
 
-arXiv 2502.05202 describes it as token-level intersection. Legend: K vocabulary entries of the
-draft's head that may be drafted.
+arXiv 2502.05202 calls this token-level intersection. Legend: K entries of the draft's head that may
+be drafted.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from eval.decoding.drafters.causal_lm import CausalLMDrafter
 
 @dataclass(kw_only=True)
 class MapDrafter(CausalLMDrafter):
-    """Strategy `intersection`: reads the target's text in its own ids, drafts the tokens both have.
+    """Vocabulary mapping `intersection`: the draft reads the target's text in the draft's ids.
 
-    Raises MapError when the two share no token.
+    Raises MapError if the vocabularies share no token.
     """
 
     target: Vocabulary
@@ -34,16 +34,16 @@ class MapDrafter(CausalLMDrafter):
         token_ids = vocab_map.to_target[vocab_map.mapped]
         self.mapped = vocab_map.mapped.to(device)  # entries of the head that may be drafted [K]
         self.token_ids = token_ids.to(device)
-        self.own_ids = vocab_map.to_draft[token_ids].to(device)  # what is read for each [K]
+        self.own_ids = vocab_map.to_draft[token_ids].to(device)  # draft id of each entry [K]
 
     def read(self, ids: Sequence[int], begins: bool = False) -> list[int]:
         return self.retokenizer.from_start(ids) if begins else self.retokenizer.continuation(ids)
 
     def own_slots(self, slots: int) -> int:
-        return self.decoder.context_length  # in its own ids a text may be longer
+        return self.decoder.context_length  # a text may have more tokens in the draft's ids
 
     def cut(self, logits: Tensor) -> Tensor:
-        # torch selects in bf16 three times as slowly as it converts and selects in fp32
+        # in bf16, torch's selection takes three times as long as conversion and selection in fp32
         return logits.float().index_select(-1, self.mapped)
 
     def to_own_ids(self, entries: Tensor) -> Tensor:

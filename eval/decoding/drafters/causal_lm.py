@@ -1,7 +1,6 @@
-"""A draft that is a causal LM over the target's ids (its head may lack some of them).
+"""A draft that is a causal LM over the target's ids; its head may lack some ids.
 
-Legend: T positions, R output tokens, V the target's vocabulary, K vocabulary entries of the draft's
-head that may be drafted.
+Legend: R output tokens, V the target's vocabulary.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from eval.decoding.verification import Sampling
 
 @dataclass(kw_only=True)
 class CausalLMDrafter(HeadDrafter):
-    """rows: only the head's first so many may be drafted (the rest is padding), None for all.
+    """rows: number of head entries that may be drafted; later ones are padding. None: all.
 
-    most: tokens of a draft that it has learnt, None for any number.
+    most: the longest draft that the model was trained for. None: any length.
     """
 
     decoder: Decoder
@@ -43,21 +42,21 @@ class CausalLMDrafter(HeadDrafter):
         return logits[..., : self.rows]
 
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
-        # in ids of its own its context may be shorter than the target's
+        # with another tokenizer, the draft's context may be shorter than the target's
         position = min(context_length, self.decoder.context_length - 1)
         cache = self.decoder.new_cache(1, position + 1)
         return timed_step(self.decoder, cache, 1, position, sampling, self.cut)
 
     def read(self, ids: Sequence[int], begins: bool = False) -> list[int]:
-        """Target ids as the draft's own; begins: they are the beginning of a text."""
+        """Target ids as draft ids. begins: whether the ids begin a text."""
         return list(ids)
 
     def own_slots(self, slots: int) -> int:
-        """How many of its own tokens a text of `slots` target tokens may have."""
+        """The most draft tokens of a text of up to `slots` target tokens."""
         return slots
 
     def to_own_ids(self, entries: Tensor) -> Tensor:
-        """What the draft reads after it has drafted these entries of its head."""
+        """The draft's ids of these entries of its head."""
         return self.to_target_ids(entries)
 
     def start(self, text: Text) -> Session:
@@ -68,7 +67,7 @@ class CausalLMDrafter(HeadDrafter):
     ) -> tuple[Tensor, int]:
         pieces = [self.read(ids, begins=True), *(self.read([i]) for i in text[:-1])]
         ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0) - 1
-        # where its own ids outrun its context a draft proposes nothing
+        # a draft proposes nothing once the text in its ids is longer than its context
         context, prompt = self.decoder.context_length, len(pieces[0])
         fits = int((ends < context).sum())
         read = [i for piece in pieces[: max(1, fits)] for i in piece][:context]
@@ -81,7 +80,7 @@ def teacher_forced_logits(
 ) -> Tensor:
     """Logits [1, R, V] after the prompt and after each later token of `ids`.
 
-    states: as of Decoder.forward, at every one of the ids.
+    states: as in Decoder.forward, at all of the ids.
     """
     tokens = torch.tensor([ids], device=decoder.device)
     cache = decoder.new_cache(1, len(ids))
@@ -98,7 +97,7 @@ def teacher_forced_logits(
 
 
 class TokenSession(Session):
-    """`text`: in the draft's ids. `in_cache`: how many of these the draft has read."""
+    """`text`: the text in the draft's ids. `in_cache`: number of these ids in the cache."""
 
     def __init__(self, drafter: CausalLMDrafter, text: Text) -> None:
         self.drafter, self.sampling, self.generator = drafter, text.sampling, text.generator
@@ -110,7 +109,7 @@ class TokenSession(Session):
             self.read_ahead()
 
     def read_ahead(self) -> None:
-        """Read the text, all but its newest token, if its own ids leave room for a draft."""
+        """Read the text except its newest token, if the text fits into the cache."""
         if 1 < len(self.text) <= self.slots:
             decoder = self.drafter.decoder
             tokens = torch.tensor([self.text[:-1]], device=decoder.device)
@@ -118,19 +117,19 @@ class TokenSession(Session):
             self.in_cache = len(self.text) - 1
 
     def propose(self, count: int) -> Proposal:
-        # no more than it has room to read, or has learnt
+        # limited by the slots of the cache, and by the draft length of the training
         count = min(count, self.slots - len(self.text) + 1, self.drafter.most or count)
         if count < 1:
             return no_draft(self.drafter.decoder.device)
         return self.drafter.in_turn(self.drafts(count), count, self.sampling, self.generator)
 
     def drafts(self, count: int) -> Logits:
-        """The draft's logits for `count` tokens after the text."""
+        """A function that returns the logits of each of `count` drafted tokens."""
         return self.logits
 
     def logits(self, depth: int, before: Tensor | None) -> Tensor:
         decoder = self.drafter.decoder
-        if before is None:  # one new token, two after a full acceptance, more after n-gram steps
+        if before is None:  # one new token; two if all were accepted; more after n-grams
             read = torch.tensor(self.text[self.in_cache :], device=decoder.device)
         else:
             read = self.drafter.to_own_ids(before)
@@ -139,8 +138,8 @@ class TokenSession(Session):
         return scores
 
     def commit(self, emitted: list[int], accepted: int, states: HiddenStates) -> None:
-        # what it read of its own beyond the accepted tokens is stale and will be overwritten
+        # slots of rejected tokens are stale and will be overwritten
         valid = min(self.in_cache, len(self.text) + accepted)
         self.text += self.drafter.read(emitted)
-        # where the new tokens are nothing in its own ids, it reads its last one again
+        # if the new tokens have no text in the draft's ids, the last token is read again
         self.in_cache = min(valid, len(self.text) - 1)

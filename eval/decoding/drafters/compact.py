@@ -1,6 +1,6 @@
-"""compact.json and the tensors of a draft that shares its target's embedding, as read.
+"""Reads compact.json and the tensors of a draft that shares its target's embedding.
 
-Legend: K vocabulary entries of the draft's head.
+Legend: V the target's vocabulary, H hidden size, K entries of the draft's head.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ COMPACT = "draftsmith-compact/2"
 
 
 def check_compact(folder: Path, embedding: Tensor) -> Mapping[str, Any]:
-    """What compact.json says. Raises ValueError when it names another target or format."""
+    """The fields of compact.json, if the draft was made for the target with `embedding` [V, H].
+
+    Raises ValueError for another target or format.
+    """
     about: dict[str, Any] = read_json(folder / "compact.json")
     if about.get("format") != COMPACT:
         raise ValueError(
-            f"{folder} has format {about.get('format')!r}, not {COMPACT!r}; it was written by "
-            "another version: use the full-vocabulary checkpoint beside it, or make it again."
+            f"{folder} has format {about.get('format')!r}, but this version reads {COMPACT!r}. "
+            "Use the full-vocabulary checkpoint (above a folder compact/), or train again."
         )
     if about["embedding_sha256"] != tensor_sha256(embedding):
         raise ValueError(
-            f"{folder} was made for another target: its input embedding has hash "
-            f"{about['embedding_sha256'][:12]}…, this target's is "
-            f"{tensor_sha256(embedding)[:12]}…. Use the target it was made for, in the same "
-            "dtype, or the full-vocabulary checkpoint beside it."
+            f"{folder} was made for another target, whose input embedding has hash "
+            f"{about['embedding_sha256'][:12]}…; this target's has "
+            f"{tensor_sha256(embedding)[:12]}…. Use the draft's target in the same dtype, or the "
+            "full-vocabulary checkpoint (above a folder compact/)."
         )
     return about
 
 
 def weights_of(folder: Path, device: str) -> dict[str, Tensor]:
-    """All tensors of a published draft."""
+    """All tensors of a folder's safetensors files, by name."""
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(path, device=device)
@@ -46,13 +49,13 @@ def weights_of(folder: Path, device: str) -> dict[str, Tensor]:
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Load these weights into the model. Raises ValueError where others are due."""
+    """Load the tensors into the model. Raises ValueError if names or shapes do not fit."""
     try:
         model.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
         raise ValueError(
-            f"The weights of {folder} are not those of its kind of draft ({error}): it has parts "
-            "that are not computed here, or is damaged; fetch it again, or measure it in vLLM "
+            f"The weights of {folder} do not fit its kind of draft ({error}): the draft is damaged "
+            "or has parts that are not computed here. Fetch it again, or measure it in vLLM "
             "(eval.run --engine vllm)."
         ) from None
 
@@ -60,19 +63,19 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
 def refuse_other_target(
     folder: Path, about: Mapping[str, Any], target: Any, keys: Iterable[str]
 ) -> None:
-    """Raise ValueError where a published draft has another shape than its target's config."""
+    """Raise ValueError if a key of a published draft's config differs from the target's config."""
     for key in keys:
         if about.get(key) != getattr(target, key):
             raise ValueError(
-                f"{folder} is a draft of a target with {key} {about.get(key)}, but this one has "
-                f"{getattr(target, key)}; name the target that it was made for."
+                f"{folder} was made for a target with {key} {about.get(key)}, but this target has "
+                f"{getattr(target, key)}; name the target of the draft."
             )
 
 
 def read_token_ids(folder: Path, tensors: dict[str, Tensor]) -> Tensor | None:
-    """Target id of each entry of the head [K], removed from the tensors; None for a whole head.
+    """The target id of each entry of the head [K]; None for a head over all ids.
 
-    Raises ValueError where d2t and t2d disagree.
+    d2t and t2d are removed from `tensors`. Raises ValueError if they disagree.
     """
     if "d2t" not in tensors:
         return None
@@ -81,7 +84,7 @@ def read_token_ids(folder: Path, tensors: dict[str, Tensor]) -> Tensor | None:
     named = tensors.pop("t2d").nonzero()[:, 0]
     if not torch.equal(named, token_ids.sort().values):
         raise ValueError(
-            f"TOK-015: d2t and t2d of {folder} name different ids, so its drafts would be "
-            "other tokens than meant; make the draft again."
+            f"TOK-015: d2t and t2d of {folder} name different ids, so wrong tokens would be "
+            "drafted; fetch or train the draft again."
         )
     return token_ids

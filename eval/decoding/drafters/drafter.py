@@ -1,8 +1,8 @@
-"""What decoding, timing and reports need of a drafter, whatever kind it is.
+"""The interface of all kinds of drafter for decoding, timing and reports.
 
-A drafter may have ids of its own, read the target's hidden states, or draft nothing at all; what it
-proposes is always in the target's ids. Legend: G drafted tokens, R output tokens, V the target's
-vocabulary, K vocabulary entries of the draft's head, H hidden size, L layers read.
+A drafter may use another tokenizer, read the target's hidden states, or draft nothing. Proposals
+are always in the target's ids. Legend: G drafted tokens, T tokens of a text, R output tokens, V the
+target's vocabulary, K entries of the draft's head, H hidden size, L layers read.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from torch import Tensor
 from eval.decoding.forward import Decoder, HiddenStates, KVCache
 from eval.decoding.verification import Sampling, argmax, sample, warp
 
-# [1, K] of the drafted token at a depth from 0 on, after the entry of the head that was drafted
-# before it [1], None for the first
+# (depth from 0, head entry [1] of the token drafted before; None at depth 0) -> logits [1, K]
 Logits = Callable[[int, Tensor | None], Tensor]
 
 
 class Proposal(NamedTuple):
-    """tokens: in the target's ids [G].
+    """Drafted tokens: target ids [G].
 
-    q: the distributions that they were sampled from, over the target's ids [G, V]; None when
-    greedy, and where they are not known (`verify`). free: the tokens took no step of a model.
+    q: the distributions over target ids that the tokens were sampled from [G, V]; None when greedy
+    or unknown (`verify`). free: no step of a model was needed.
     """
 
     tokens: Tensor
@@ -42,11 +41,10 @@ def no_draft(device: torch.device) -> Proposal:
 
 
 class Text(NamedTuple):
-    """A text, prompt and first token, as a drafter gets it.
+    """The text at the start of a session: prompt and first token.
 
-    ids: the target's. slots: how many tokens the text may have in the end. generator: for the
-    random numbers that drafts are sampled with. states: the target's hidden states at all tokens
-    but the last [1, T, H].
+    ids: target ids. slots: the most tokens that the text may grow to. generator: of the random
+    numbers for drafts. states: the target's hidden states [1, T, H] at all tokens except the last.
     """
 
     ids: list[int]
@@ -57,7 +55,7 @@ class Text(NamedTuple):
 
 
 class Session(ABC):
-    """A drafter at work on a text."""
+    """A drafter's state for one text."""
 
     @abstractmethod
     def propose(self, count: int) -> Proposal:
@@ -65,22 +63,21 @@ class Session(ABC):
 
     @abstractmethod
     def commit(self, emitted: list[int], accepted: int, states: HiddenStates) -> None:
-        """The text goes on by the `emitted` ids; the first `accepted` of them were proposed, by
-        this session or by n-gram speculation in its place.
+        """Append the `emitted` ids to the text; the first `accepted` of them were drafted.
 
-        states: the target's at the last token before and at each token proposed [1, G+1, H] a
-        layer; they are valid up to the number of accepted tokens.
+        Drafted by this session, or by n-gram speculation instead. states: by layer, the target's
+        [1, G+1, H] at the text's last token and at each drafted token; valid for accepted tokens.
         """
 
 
 @dataclass(kw_only=True)
 class Drafter(ABC):
-    """A drafter as loaded.
+    """A loaded drafter.
 
-    vocab_size: V. vocabulary: how its vocabulary relates to the target's. form: which of its
-    checkpoints runs. full_form_bytes: size of the full-vocabulary checkpoint for other engines.
-    bytes: in memory, without what it shares with the target. layers: the target's hidden states
-    that it reads, numbered as in forward.py.
+    vocab_size: V. path: its spec. vocabulary: relation to the target's vocabulary and the mapping.
+    form: the checkpoint that runs. full_form_bytes: size of the full-vocabulary checkpoint for
+    other engines. bytes: in memory, without tensors shared with the target. layers: numbers
+    (forward.py) of the target's hidden states that it reads.
     """
 
     vocab_size: int
@@ -100,48 +97,47 @@ class Drafter(ABC):
     def teacher_forced(
         self, ids: list[int], text: list[int], sampling: Sampling, states: HiddenStates
     ) -> Tensor:
-        """q [R, V] before each token of `text` [R] after the prompt `ids`.
+        """q [R, V] at each token of the response `text` [R] to the prompt `ids`.
 
-        q is zero where nothing would be proposed. states: the target's at every token but the last
-        of `text`.
+        q is zero if nothing would be proposed. states: the target's at all tokens except the last.
         """
 
     @abstractmethod
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
-        """What drafts one token after so many others, to be timed."""
+        """A function that drafts one token after `context_length` tokens, for timing."""
 
     def block(
         self, context_length: int, sampling: Sampling, count: int
     ) -> Callable[[], None] | None:
-        """What drafts so many tokens at once, to be timed; None where each takes a step."""
+        """A function that drafts `count` tokens at once, for timing; None if each takes a step."""
         return None
 
     def side_by_side(self, states: HiddenStates, dtype: torch.dtype) -> Tensor:
-        """The layers it reads, of the target's [1, T, H] each, in its own order [1, T, L * H]."""
+        """The target's states of the layers that it reads, joined in that order [1, T, L * H]."""
         return torch.cat([states[k] for k in self.layers], -1).to(dtype)  # type: ignore[misc]
 
 
 @dataclass(kw_only=True)
 class HeadDrafter(Drafter):
-    """A drafter whose head's entries stand for target ids, its tokens chosen one after the other.
+    """A drafter whose head entries stand for target ids; it chooses one token after the other.
 
-    token_ids: target id of each entry [K], None where entry i is target id i. The logits are cut
-    *before* any logits processor, so that q is exactly what is sampled from.
+    token_ids: target id of each entry [K]; None: entry i is target id i. The logits are cut
+    *before* the logits processors, so that q is exactly the distribution sampled from.
     """
 
     token_ids: Tensor | None = None
 
     def cut(self, logits: Tensor) -> Tensor:
-        """Logits [..., K] over what may be drafted, of the head's."""
+        """The logits [..., K] of the entries that may be drafted, from all of the head's."""
         return logits
 
     def to_target_ids(self, entries: Tensor) -> Tensor:
         return entries if self.token_ids is None else self.token_ids[entries]
 
     def over_target_ids(self, q: Tensor) -> Tensor:
-        """q [..., K] over the target's vocabulary [..., V], zero where the draft has no entry.
+        """q [..., K] as [..., V] over target ids, zero for ids without an entry.
 
-        Entries of one target id (tokens of the same bytes) add up.
+        The probabilities of entries with the same target id (tokens of the same bytes) are added.
         """
         if self.token_ids is None:
             missing = self.vocab_size - q.shape[-1]
@@ -154,9 +150,9 @@ class HeadDrafter(Drafter):
     def text_logits(
         self, ids: list[int], text: list[int], states: HiddenStates
     ) -> tuple[Tensor, int]:
-        """[N, K] before N tokens of `text`, and which is the first of them (`teacher_forced`).
+        """Logits [N, K] at N tokens of `text`, and the index of the first (`teacher_forced`).
 
-        Before the others nothing would be proposed.
+        For all other tokens, nothing would be proposed.
         """
 
     def teacher_forced(
@@ -170,7 +166,7 @@ class HeadDrafter(Drafter):
     def in_turn(
         self, logits: Logits, count: int, sampling: Sampling, generator: torch.Generator
     ) -> Proposal:
-        """`count` tokens, at least one. logits: before they are cut."""
+        """A proposal of `count` >= 1 tokens. logits: not yet cut."""
         before: Tensor | None = None
         drafted: list[Tensor] = []
         qs: list[Tensor] = []
@@ -203,7 +199,7 @@ def on_target_ids(token_ids: Tensor | None, embedding: Tensor) -> dict[str, Any]
 
 
 def timed_choice(logits: Callable[[], Tensor], sampling: Sampling) -> Callable[[], None]:
-    """A step to be timed: it computes the logits and chooses a token."""
+    """A step for timing: it computes the logits and chooses a token."""
 
     def run() -> None:
         scores = logits()
@@ -220,8 +216,8 @@ def timed_step(
     sampling: Sampling,
     cut: Callable[[Tensor], Tensor] = lambda logits: logits,
 ) -> Callable[[], None]:
-    """A step on `width` tokens at a position as decoding takes it: forward, choice of a token."""
-    # different tokens, because in a mixture of experts each brings its experts' weights
+    """A step for timing: a forward of `width` tokens at a position, and the choice of a token."""
+    # different tokens, because in a mixture of experts each token may read other experts
     numbers = torch.arange(width, device=decoder.device)[None]
     tokens = (1 + 997 * numbers) % len(decoder.embedding)
     return timed_choice(lambda: cut(decoder.forward(tokens, position, cache)), sampling)

@@ -1,13 +1,12 @@
 """EAGLE-3: one transformer layer that reads the target's hidden states (arXiv 2503.01840).
 
-For each token but the first, the layer's attention reads its embedding beside a state of H numbers:
-for what the target has read, its own states one token earlier, fused (`fc`); for a token that was
-just drafted, what the layer itself made of the token before. So a pair is a token and the states
-before it; pair i belongs to token i + 1.
+The layer reads pairs: the embedding of a token, and a state of H numbers of the token before it. If
+the target has read the token before, its states there, fused by `fc`, are the state; otherwise the
+state is the layer's output for the pair before. Pair i belongs to token i + 1.
 
-A folder holds the checkpoint as vLLM and speculators load it, or in the layout of EAGLE's own code
-where it came so, and compact.json where draftsmith made it. Legend: B rows, T pairs, L layers read,
-H hidden size, K entries of the head, V the target's vocabulary.
+A folder holds the checkpoint in the layout of vLLM and speculators, or of EAGLE's code, and
+compact.json if draftsmith made it. Legend: T pairs, H hidden size, K entries of the head, V the
+target's vocabulary.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 
 EMBEDDING, PREFIX = "model.embed_tokens.weight", "model."
-LAYERS = "eagle_aux_hidden_state_layer_ids"  # in config.json: the target's states that are read
+LAYERS = "eagle_aux_hidden_state_layer_ids"  # config.json's key for the target's states to read
 MIDLAYER = "midlayer."  # the layer's name in the layout of EAGLE's own code
 
 
@@ -68,7 +67,7 @@ class Eagle3(DraftFormat):
         return self.drafter(model, token_ids, target)
 
     def drafter(self, model: Any, token_ids: Tensor | None, target: Target) -> Eagle3Drafter:
-        """The model as it drafts for that target; on a CPU in eight bits."""
+        """The drafter of the model for that target; on a CPU in int8, unless the target is fp32."""
         embedding = target.decoder.embedding
         decoder = Eagle3Decoder(model, target.decoder.context_length, embedding)
         return Eagle3Drafter(
@@ -85,10 +84,10 @@ FORMAT = Eagle3()
 def target_layers(
     target: Mapping[str, Any], published: Mapping[str, Any] | None = None
 ) -> tuple[int, ...]:
-    """The target's hidden states that are read, numbered as in forward.py.
+    """The numbers (forward.py) of the target's hidden states that an EAGLE-3 draft reads.
 
-    They are those that a published draft's config.json names, else a low, a middle and a high one,
-    as in vLLM. target: the target's config.
+    A published draft's config.json names them; by default, as in vLLM, a low, a middle and a high
+    layer are read. target: the target's config.
     """
     about = published or {}
     if named := (about.get("eagle_config") or about).get(LAYERS) or about.get(LAYERS):
@@ -98,14 +97,14 @@ def target_layers(
 
 
 def in_own_layout(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of an EAGLE-3 in the layout of its authors' code."""
+    """Whether a config.json belongs to an EAGLE-3 draft in the layout of EAGLE's code."""
     return any("Eagle3" in name for name in config.get("architectures") or ()) and (
         "speculators_model_type" not in config
     )
 
 
 def refuse_unknown_parts(folder: Path, about: Mapping[str, Any]) -> None:
-    """Raise ValueError for an EAGLE-3 whose layer has parts that are not computed here."""
+    """Raise ValueError for an EAGLE-3 draft with parts that are not computed here."""
     shape = about.get("transformer_layer_config", about)
     eagle = about.get("eagle_config") or {}
     parts = {
@@ -120,15 +119,15 @@ def refuse_unknown_parts(folder: Path, about: Mapping[str, Any]) -> None:
     for key, (value, computed) in parts.items():
         if value != computed:
             raise ValueError(
-                f"{folder} has {key} {value}, but EAGLE-3 is computed here with {computed} only; "
-                "measure it as it is in vLLM (eval.run --engine vllm)."
+                f"{folder} has {key} {value}, but only EAGLE-3 with {computed} is computed here; "
+                "measure the draft in vLLM (eval.run --engine vllm)."
             )
 
 
 def build_eagle3(config: LlamaConfig, layers: Sequence[int], rows: int) -> LlamaForCausalLM:
     """The draft without weights: a Llama whose one layer reads pairs, with `fc` and `hidden_norm`.
 
-    layers: the target's states that it reads. rows: of its head.
+    layers: numbers of the target's states that it reads. rows: entries of its head.
     """
     with torch.device("meta"):
         model: Any = LlamaForCausalLM(config)
@@ -141,7 +140,7 @@ def build_eagle3(config: LlamaConfig, layers: Sequence[int], rows: int) -> Llama
         model.model.fc = nn.Linear(len(layers) * size, size, bias=False)
         model.lm_head = nn.Linear(size, rows, bias=False)
     model.target_layers = tuple(layers)
-    model._no_split_modules = []  # its layer is read in parts, so it is no unit to shard on its own
+    model._no_split_modules = []  # parts of the layer are called alone, so it is not a shard unit
     built: LlamaForCausalLM = model
     return built
 
@@ -149,11 +148,10 @@ def build_eagle3(config: LlamaConfig, layers: Sequence[int], rows: int) -> Llama
 def load_eagle3(
     folder: Path, embedding: Tensor, target: PreTrainedConfig | None = None
 ) -> tuple[Any, Tensor]:
-    """The model of a folder on the target's own embedding [V, H], and the target ids [K] of its
-    head.
+    """A folder's model on the target's embedding [V, H], and the target id of each head entry [K].
 
-    target: the target's config, which a published draft is checked by. Raises ValueError where the
-    draft was made for another target, or cannot be computed here.
+    target: the target's config, to check a published draft. Raises ValueError if the draft was made
+    for another target or cannot be computed here.
     """
     about, tensors = read_json(folder / "config.json"), weights_of(folder, str(embedding.device))
     published = tensors.pop("embed_tokens.weight", None)
@@ -165,8 +163,8 @@ def load_eagle3(
         layers = target_layers(target.to_dict(), about)
         if published is not None and not torch.equal(published.to(embedding.dtype), embedding):
             raise ValueError(
-                f"{folder} has an embedding of its own, which is not this target's; name the "
-                "target that it was made for, or measure it in vLLM (eval.run --engine vllm)."
+                f"{folder} has another input embedding than this target; name the target of the "
+                "draft, or measure the draft in vLLM (eval.run --engine vllm)."
             )
     config: Any = LlamaConfig(**about.get("transformer_layer_config", about))
     config.norm_before_residual = about.get("norm_before_residual", "speculators_version" in about)
@@ -181,16 +179,16 @@ def load_eagle3(
     }
     cast = {name: tensor.to(embedding.dtype) for name, tensor in named.items()}
     fill(model, {**cast, EMBEDDING: embedding}, folder)
-    # rotary tables are no parameters: build them for real
+    # rotary tables are not in the checkpoint, so they are computed
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
     return model.to(embedding.device).eval(), token_ids
 
 
 class Eagle3Decoder(FusedDecoder):
-    """The layer over its cache, for inference; on a CPU in eight bits."""
+    """The layer with a cache, for inference; on a CPU in int8, unless the embedding is fp32."""
 
     def __init__(self, model: PreTrainedModel, context_length: int, embedding: Tensor) -> None:
-        # a target in fp32 is there to be compared with, and so is its draft
+        # a target in fp32 serves exact comparisons, so its draft is not rounded
         int8 = embedding.device.type == "cpu" and embedding.dtype != torch.float32
         super().__init__(model, context_length, embedding, int8)
         config: Any = model.config
@@ -206,9 +204,9 @@ class Eagle3Decoder(FusedDecoder):
     def read(
         self, tokens: Tensor, hidden: Tensor, start: int, cache: KVCache
     ) -> tuple[Tensor, Tensor]:
-        """What the head reads, and the state for the next pair [1, T, H] each.
+        """The head's input and the layer's output, which is the next pair's state; both [1, T, H].
 
-        tokens: [1, T]. hidden: their states [1, T, H]. start: the number of the first pair.
+        tokens, hidden: the pairs [1, T], [1, T, H]. start: the number of the first pair.
         """
         (layer,), (kind,) = self.layers, self.kinds
         embedded = self._norm(F.embedding(tokens, self.embedding), layer.input_norm)
@@ -223,7 +221,7 @@ class Eagle3Decoder(FusedDecoder):
         return self._norm(hidden, self.final_norm), hidden
 
     def from_start(self, tokens: Tensor, hidden: Tensor, cache: KVCache | None = None) -> Tensor:
-        """What the head reads of a text's first pairs, as of `read`."""
+        """The head's input [1, T, H] for the first T pairs of a text (`read`)."""
         if tokens.shape[1] == 0:  # a text of one token has no pair
             return hidden
         cache = cache or self.new_cache(1, tokens.shape[1])
@@ -240,7 +238,7 @@ class Eagle3Drafter(CausalLMDrafter):
     decoder: Eagle3Decoder
 
     def fused(self, states: HiddenStates) -> Tensor:
-        """The states it reads [1, T, H], of the target's [1, T, H] a layer."""
+        """The states [1, T, H] of pairs, from the target's states [1, T, H] of each layer."""
         return self.decoder.fc(self.side_by_side(states, self.decoder.dtype))
 
     def start(self, text: Text) -> Session:
@@ -253,7 +251,7 @@ class Eagle3Drafter(CausalLMDrafter):
         decoder = self.decoder
         tokens = torch.tensor([[*ids, *text[:-1]][1:]], device=decoder.device)
         hidden = self.fused({k: states[k][:, :-1] for k in self.layers})  # type: ignore[index]
-        # of a prompt of one token there is no pair before the first token of the text
+        # after a prompt of one token, the first token of the text has no pair before it
         first = max(0, tokens.shape[1] - len(text))
         logits = decoder.head(decoder.from_start(tokens, hidden)[:, first:])[0]
         return logits, len(text) - len(logits)
@@ -271,9 +269,9 @@ class Eagle3Drafter(CausalLMDrafter):
 
 
 class Eagle3Session(TokenSession):
-    """`new`: the tokens since it last read. `states` [1, T, H]: the target's before each of them.
+    """`new`, `states` [1, T, H]: the pairs not yet read.
 
-    `hidden` [1, 1, H]: what the layer itself made of the token before the one that is drafted.
+    `hidden` [1, 1, H]: the layer's output for the last pair that was read.
     """
 
     drafter: Eagle3Drafter

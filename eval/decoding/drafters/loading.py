@@ -1,4 +1,4 @@
-"""From a spec to a drafter of the right kind."""
+"""Loads the drafter that a spec names."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from eval.decoding.target import Target, tensor_sha256
 def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
     """The drafter of a spec.
 
-    spec: `prompt-lookup`; `lookup-first:SPEC`; a folder with a trimmed-vocabulary checkpoint, or
-    that checkpoint itself, whose compact.json names its kind; EAGLE-3 or Medusa heads as others
-    publish them; or any other model, whose vocabulary is mapped by `strategy` (align/check.py). For
-    another target than it was made for, for example one quantised differently, a folder's
-    full-vocabulary checkpoint is taken.
-    Raises ValueError if no lossless strategy exists for the pair, or `strategy` is not lossless.
+    spec: `prompt-lookup`; `lookup-first:SPEC`; a folder with compact.json or with a
+    trimmed-vocabulary checkpoint in compact/; a published EAGLE-3 draft or Medusa heads; or any
+    other model, whose vocabulary is mapped by `strategy` (align/check.py). If the
+    trimmed-vocabulary checkpoint was made for another target (for example, another quantisation),
+    the full-vocabulary checkpoint is loaded.
+    Raises ValueError if the draft cannot draft for the target without loss.
     """
     if spec == LOOKUP:
         return prompt_lookup(target)
@@ -36,8 +36,8 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
         about = read_json(folder / "compact.json")
         if (kind := formats().get(about["drafter"])) is None:
             raise ValueError(
-                f"{folder} is a draft of kind {about['drafter']!r}, which this version does not "
-                f"know ({', '.join(formats())}); make it again as one of these."
+                f"{folder} is a draft of kind {about['drafter']!r}, but this version knows only "
+                f"{', '.join(formats())}; train a draft of one of these kinds."
             )
         if folder != Path(spec) and _of_another_target(about, target):
             print(
@@ -61,6 +61,6 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
 
 
 def _of_another_target(about: dict[str, Any], target: Target) -> bool:
-    """Whether a trimmed-vocabulary checkpoint shares an embedding that is not this target's."""
+    """Whether a trimmed-vocabulary checkpoint shares the embedding of another target."""
     shared = about.get("embedding_sha256")
     return shared is not None and shared != tensor_sha256(target.decoder.embedding)

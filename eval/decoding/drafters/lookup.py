@@ -1,11 +1,11 @@
-"""N-gram speculation (prompt lookup), which needs no model, and a draft behind it.
+"""N-gram speculation (prompt lookup), alone or before a draft model.
 
-The longest of the last 5, 4, 3, 2 or 1 tokens that stand earlier in the text are looked up, the
-latest such place taken, and the tokens after it drafted, over the text's end if need be (arXiv
-2304.04487 drafts from references like this; transformers calls it `prompt_lookup_num_tokens`).
-Without a match nothing is drafted (`prompt-lookup`), or a draft model drafts (`lookup-first:SPEC`).
-A match of two tokens is as often right as a small draft, a longer match far more often, a match of
-one token less often (figures: docs/lab-notes.md).
+The last 5 tokens, else the last 4, 3, 2 or 1, are searched earlier in the text. The tokens after
+their latest occurrence are drafted (arXiv 2304.04487 drafts from references in this way; in
+transformers it is `prompt_lookup_num_tokens`). Without a match, `prompt-lookup` drafts nothing;
+`lookup-first:SPEC` uses the draft model if fewer than SHORTEST_FIRST tokens match. A match of two
+tokens is right as often as a small draft, a longer match far more often, a match of one token less
+often (figures: docs/lab-notes.md).
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 
 LOOKUP = "prompt-lookup"  # its spec
-LOOKUP_FIRST = "lookup-first:"  # of a draft's spec, to have lookup before it
-LONGEST = 5  # tokens that are looked up; more bring little
-AFTER_ONE = 2  # tokens that a match of one token drafts at most; more cost more than they bring
-SHORTEST_FIRST = 2  # tokens that must match before a draft is not asked
+LOOKUP_FIRST = "lookup-first:"  # a draft's spec with this prefix has n-gram speculation before it
+LONGEST = 5  # the longest n-gram that is searched; longer ones gain little
+AFTER_ONE = 2  # the most tokens drafted after a match of one token; more cost more than they gain
+SHORTEST_FIRST = 2  # the shortest match that replaces a draft model's proposal
 
 
 class TextIndex:
-    """A text and where each of its n-grams last stood, so that a lookup does not read the text.
+    """A text with the last position of each n-gram, so that a search does not read the text.
 
-    stops: tokens that end a turn. They are never drafted: the target adds a token to every draft,
-    so they save no step, and the end of a prompt seldom stands within an output.
+    stops: tokens that end a turn. They are never drafted, because a stop token saves no step (the
+    target adds a token to every draft), and copies from the end of a prompt are seldom right.
     """
 
     def __init__(self, tokens: Iterable[int], stops: frozenset[int]) -> None:
         self.tokens: list[int] = []
         self.stops = stops
-        self._after: dict[tuple[int, ...], int] = {}  # n-gram: place of the token after it
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram: position of the token after it
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
         for token in tokens:
-            # only now a token follows the last n-grams, so that none ever finds itself
+            # entered when the next token is known, so that an n-gram never matches itself
             for ngram in self._last() if token not in self.stops else ():
                 self._after[ngram] = len(self.tokens)
             self.tokens.append(token)
 
     def following(self, count: int, shortest: int = 1) -> list[int]:
-        """`count` tokens after the latest earlier place of the last tokens, none without a match.
+        """Up to `count` tokens after the last occurrence of the text's end; [] without a match.
 
-        Where the text ends before that, the copy goes on with what it has copied: `a b a b` goes on
-        with `a b a b` for as long as is wanted. shortest: so many tokens, at least, match; where it
-        is one alone, AFTER_ONE tokens at most are drafted.
+        If the copy reaches the end of the text, it repeats itself: `a b a b` is continued with
+        `a b a b` and so on. After a match of one token, at most AFTER_ONE tokens are copied.
+        shortest: the fewest tokens that must match.
         """
         for ngram in self._last(shortest):
             start = self._after.get(ngram)
@@ -66,7 +66,7 @@ class TextIndex:
         return []
 
     def _last(self, shortest: int = 1) -> Iterator[tuple[int, ...]]:
-        """The n-grams that end the text, the longest first."""
+        """The n-grams at the end of the text, the longest first."""
         for n in range(min(LONGEST, len(self.tokens)), shortest - 1, -1):
             yield tuple(self.tokens[-n:])
 
@@ -74,7 +74,7 @@ class TextIndex:
 def looked_up(
     ids: list[int], text: list[int], stops: frozenset[int], shortest: int = 1
 ) -> tuple[list[int], list[int]]:
-    """Where in `text` [R], after the prompt `ids`, a token is looked up, and these tokens."""
+    """Positions in `text`, after the prompt `ids`, that have a match; the drafted token at each."""
     index = TextIndex(ids, stops)
     positions: list[int] = []
     tokens: list[int] = []
@@ -103,7 +103,7 @@ class PromptLookup(Drafter):
         return q
 
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
-        # no token stands twice: without a match a lookup takes longest
+        # all tokens differ, because a search without a match takes longest
         session = LookupSession(self.device, range(context_length), self.stops)
 
         def run() -> None:
@@ -178,7 +178,7 @@ class LookupFirstSession(Session):
 
 
 def lookup_first(draft: Drafter, stops: frozenset[int]) -> LookupFirst:
-    """That draft behind n-gram speculation. stops: of the target."""
+    """N-gram speculation before that draft. stops: the target's stop tokens."""
     about = {field.name: getattr(draft, field.name) for field in fields(Drafter)}
     about["path"] = f"{LOOKUP_FIRST}{draft.path}"
     return LookupFirst(draft=draft, stops=stops, **about)

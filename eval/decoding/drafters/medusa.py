@@ -1,12 +1,13 @@
 """Heads on the target's last hidden state (Medusa, arXiv 2401.10774).
 
-The target has read all but the newest token. From its state before that one (after the final norm),
-head d drafts the token d places after the newest: a residual block, then an output head that all
-share. There is no cache of keys and values, and no model that reads the text: a head is a step.
+The target has read all tokens except the newest. Head d reads the target's state (after the final
+norm) at the token before the newest, and drafts the token d + 1 positions after the newest, d = 0,
+1, …: a residual block, then an LM head that all heads share. No cache and no model that reads the
+text are needed, so a draft step is one head.
 
-A folder holds the checkpoint as vLLM loads it (its MedusaModel), and compact.json where draftsmith
-made it. Legend: B rows, T positions, D heads, H hidden size, K entries of the output head, V the
-target's vocabulary.
+A folder holds the checkpoint that vLLM loads (its MedusaModel), and compact.json if draftsmith made
+it. Legend: T positions, D heads, H hidden size, K entries of the LM head, V the target's
+vocabulary.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ from eval.decoding.weights import INT8_TERMS, Product
 
 
 class MedusaConfig(PreTrainedConfig):
-    """vLLM's keys."""
+    """The keys that vLLM reads."""
 
     model_type = "medusa"
     hidden_size: int = 4096
     vocab_size: int = 32000
     num_heads: int = 4
     truncated_vocab_size: int = 32000
-    num_hidden_layers: int = 1  # of a block
-    original_lm_head: bool = True  # one output head for all
+    num_hidden_layers: int = 1  # linear layers of a block
+    original_lm_head: bool = True  # all heads share one LM head
     medusa_fc_bias: bool = True
 
 
@@ -66,7 +67,7 @@ class Block(nn.Module):
 class MedusaModel(PreTrainedModel):
     config: MedusaConfig
     config_class = MedusaConfig
-    _supports_sdpa = True  # it has no attention, so any implementation is right
+    _supports_sdpa = True  # there is no attention, so any implementation is right
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
@@ -76,7 +77,7 @@ class MedusaModel(PreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> None:  # type: ignore[override]
-        """None: it reads states."""
+        """None, because the model reads hidden states."""
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.lm_head
@@ -94,8 +95,8 @@ class Medusa(DraftFormat):
         for key, value in computed.items():
             if config.get(key, value) != value:
                 raise ValueError(
-                    f"{folder} has {key} {config[key]}, but Medusa heads are computed here with "
-                    f"{value} only (one output head for all depths); measure it as it is in vLLM."
+                    f"{folder} has {key} {config[key]}, but only Medusa heads with {value} are "
+                    "computed here; measure the draft in vLLM (eval.run --engine vllm)."
                 )
         refuse_other_target(folder, config, target, ("hidden_size", "vocab_size"))
 
@@ -104,7 +105,7 @@ class Medusa(DraftFormat):
         return self.drafter(*load_heads(folder, target.decoder.embedding, text), target)
 
     def drafter(self, model: Any, token_ids: Tensor | None, target: Target) -> MedusaDrafter:
-        """The model as it drafts for that target, in its dtype; on a CPU in eight bits."""
+        """The drafter of the model in the target's dtype; on a CPU in int8 if the sizes fit."""
         embedding = target.decoder.embedding
         int8 = embedding.device.type == "cpu" and model.config.hidden_size % INT8_TERMS == 0
         blocks = [Product.of(block.layers[0].to(embedding), int8=int8) for block in model.blocks]
@@ -125,14 +126,14 @@ FORMAT = Medusa()
 def load_heads(
     folder: Path, embedding: Tensor, target: PreTrainedConfig | None = None
 ) -> tuple[MedusaModel, Tensor | None]:
-    """The model of a folder, and the target ids [K] of its output head; None for a whole head.
+    """A folder's model, and the target id of each head entry [K]; None for a head over all ids.
 
-    embedding: the target's [V, H]. target: its config, which a published draft is checked by.
-    Raises ValueError where the draft was made for another target, or cannot be computed here.
+    embedding: the target's [V, H]. target: the target's config, to check a published draft.
+    Raises ValueError if the draft was made for another target or cannot be computed here.
     """
     tensors = weights_of(folder, str(embedding.device))
     if target is None or (folder / "compact.json").is_file():
-        # the target's own numbers, in whatever dtype it is loaded
+        # compared in the draft's dtype, because the target may be loaded in another dtype
         check_compact(folder, embedding.to(tensors["lm_head.weight"].dtype))
     else:
         FORMAT.check_config(folder, target)
@@ -145,14 +146,14 @@ def load_heads(
 
 @dataclass(kw_only=True)
 class MedusaDrafter(HeadDrafter):
-    """embedding: the target's [V, H]. blocks: D of them, with one `head` for all."""
+    """embedding: the target's [V, H]. blocks: one for each of D heads; all share `head`."""
 
     embedding: Tensor
     blocks: list[Product]
     head: Product
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
-        """[1, T, K] at a depth from 0 on, from the target's states [1, T, H]."""
+        """Logits [1, T, K] of head number `depth`, from the target's states [1, T, H]."""
         return self.head(states + F.silu(self.blocks[depth](states)))
 
     def start(self, text: Text) -> Session:
@@ -162,19 +163,19 @@ class MedusaDrafter(HeadDrafter):
     def text_logits(
         self, ids: list[int], text: list[int], states: HiddenStates
     ) -> tuple[Tensor, int]:
-        """Logits of a draft's first token; none where no token stands before the newest."""
+        """Logits of a draft's first token; none if no token is before the newest token."""
         before = self.side_by_side(states, self.embedding.dtype)[:, :-1]
         logits = self.logits(before, 0)[0, max(0, len(ids) - 2) :]
         return logits, len(text) - len(logits)
 
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
-        """A head, and the choice of its token."""
+        """One head and the choice of its token, for timing."""
         state = self.embedding.new_zeros((1, 1, self.embedding.shape[1]))
         return timed_choice(lambda: self.logits(state, 0)[:, -1], sampling)
 
 
 class MedusaSession(Session):
-    """`state` [1, 1, H]: the target's before the newest token."""
+    """`state` [1, 1, H]: the target's state at the token before the newest token."""
 
     def __init__(self, drafter: MedusaDrafter, text: Text) -> None:
         self.drafter, self.sampling, self.generator = drafter, text.sampling, text.generator
@@ -195,5 +196,5 @@ class MedusaSession(Session):
 
     def commit(self, emitted: list[int], accepted: int, states: HiddenStates) -> None:
         read = self.drafter.side_by_side(states, self.drafter.embedding.dtype)
-        # of what was emitted the target has read all but the last, which is the newest now
+        # the target has read all emitted tokens except the last one, which is now the newest
         self.state = read[:, len(emitted) - 1 : len(emitted)]

@@ -1,9 +1,8 @@
 """A language model that drafts all its tokens in one pass, from masks (PARD, arXiv 2504.18583).
 
-After the newest token stand masks: the newest token predicts the first token of a draft, each mask
-a later one. The mask is a vocabulary entry that no text has. Engines read its id from `pard_token`
-in config.json. The model is a sibling, or the target's own first layers. Legend: B rows, T tokens
-of a text, H hidden size, V the target's vocabulary.
+Masks follow the newest token: the newest token predicts the first token of a draft, each mask a
+later one. The mask is a token that occurs in no text; engines read its id from `pard_token` in
+config.json. The model is a sibling, or the target's first layers.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from eval.decoding.verification import Sampling
 
 class Pard(Pruned):
     def drafter(self, model: Any, token_ids: Tensor | None, target: Target) -> PardDrafter:
-        """The target's first layers with their own mask; on a CPU in eight bits."""
-        # a copy: the target reads its own embedding of that token
+        """The drafter of the target's first layers with a trained mask; on a CPU in int8."""
+        # a copy, because the target keeps its embedding of the mask's id
         embedding = target.decoder.embedding.clone()
         embedding[model.config.pard_token] = model.mask.weight[0].detach()
         model.set_input_embeddings(nn.Embedding.from_pretrained(embedding))
@@ -44,13 +43,13 @@ FORMAT = Pard()
 
 
 def of_config(config: Any) -> dict[str, Any]:
-    """The mask's id, and how many tokens a draft has at most, as a model's config has them."""
+    """The mask's id and the longest draft, from a model's config, as fields of a PardDrafter."""
     return {"mask": config.pard_token, "most": getattr(config, "pard_tokens", None)}
 
 
 @dataclass(kw_only=True)
 class PardDrafter(CausalLMDrafter):
-    mask: int  # its id
+    mask: int  # the mask's token id
 
     def start(self, text: Text) -> Session:
         return PardSession(self, text)
@@ -68,10 +67,10 @@ class PardSession(TokenSession):
         self.read_ahead()
 
     def drafts(self, count: int) -> Logits:
-        """All of a draft at once: the newest tokens with the masks behind them."""
+        """The logits of all drafted tokens, from one forward of the new tokens and the masks."""
         decoder, new = self.drafter.decoder, self.text[self.in_cache :]
         read = torch.tensor([[*new, *[self.drafter.mask] * (count - 1)]], device=decoder.device)
         scores = decoder.forward(read, self.in_cache, self.cache)[:, len(new) - 1 :]
-        # what it made of the masks will be overwritten
+        # the masks' slots in the cache will be overwritten
         self.in_cache = len(self.text)
         return lambda depth, _: scores[:, depth]

@@ -1,8 +1,8 @@
 """The target's first layers under a separate head.
 
 A folder's trimmed-vocabulary checkpoint (`draft/compact/`) holds the draft's layers, its norm and
-its head over `token_ids`. The input embedding is the target's, shared in memory and named by its
-hash. Legend: H hidden size, V the target's vocabulary, K entries of the draft's head.
+its head over `token_ids`. The input embedding is the target's; compact.json has its hash.
+Legend: H hidden size, V the target's vocabulary, K entries of the draft's head.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from eval.decoding.drafters.formats import DraftFormat
 from eval.decoding.target import Target
 
 EMBEDDING = "model.embed_tokens.weight"
-MASK = "mask"  # the module with a mask's embedding [1, H], of a draft that has one (pard.py)
+MASK = "mask"  # the module with the embedding [1, H] of a PARD draft's mask (pard.py)
 
 
 class Pruned(DraftFormat):
@@ -32,10 +32,10 @@ class Pruned(DraftFormat):
     def drafter(
         self, model: PreTrainedModel, token_ids: Tensor | None, target: Target
     ) -> CausalLMDrafter:
-        """The model as it drafts for that target.
+        """The drafter of the model for that target; on a CPU in int8.
 
-        On a CPU it runs in eight bits: a step is hardly more than reading the weights, and rounding
-        them costs far less acceptance than the time it saves (docs/lab-notes.md).
+        A step on a CPU mostly reads weights, so int8 saves time; it costs little acceptance
+        (docs/lab-notes.md).
         """
         embedding = target.decoder.embedding
         on_cpu = embedding.device.type == "cpu"
@@ -49,9 +49,9 @@ FORMAT = Pruned()
 
 
 def load_compact(folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tensor | None]:
-    """The model and its head's token ids, on the target's own embedding [V, H].
+    """The model on the target's embedding [V, H], and the target id of each head entry [K].
 
-    Raises ValueError when the draft was made for another target.
+    The ids are None for a head over all ids. Raises ValueError if the draft is of another target.
     """
     check_compact(folder, embedding)
     tensors = load_file(folder / "model.safetensors", device=str(embedding.device))
@@ -64,6 +64,6 @@ def load_compact(folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tens
     if f"{MASK}.weight" in tensors:
         model.add_module(MASK, nn.Embedding(1, size, device="meta"))
     model.load_state_dict({**tensors, EMBEDDING: embedding}, assign=True)
-    # rotary tables are no parameters: build them for real
+    # rotary tables are not in the checkpoint, so they are computed
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(embedding.device)
     return model.eval(), token_ids

@@ -1,4 +1,4 @@
-"""A sibling: a small model of the family, its vocabulary mapped to the target's if they differ."""
+"""A sibling: another model as draft; its vocabulary is mapped to the target's if they differ."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from eval.decoding.drafters.causal_lm import CausalLMDrafter
 from eval.decoding.drafters.pard import PardDrafter, of_config
 from eval.decoding.target import Target, model_bytes
 
-LONGER = 2  # a text in a draft's own ids has at most so many times the target's, as a rule
+LONGER = 2  # a text has rarely more than this many times as many draft tokens as target tokens
 
 
 def sibling_drafter(model: Any, spec: str, target: Target, strategy: str) -> CausalLMDrafter:
-    """The drafter of a model that was loaded from that spec, whose tokenizer it has.
+    """The drafter of a model that was loaded from `spec`; the spec's tokenizer is read.
 
-    strategy: how the vocabularies are mapped (align/check.py). Raises ValueError when no lossless
-    one exists for the pair, or the one asked for is none.
+    strategy: the vocabulary mapping (align/check.py). Raises ValueError if the pair has no lossless
+    mapping, or if `strategy` does not fit the pair.
     """
     target_vocab, draft_vocab = read_vocabulary(target.spec), read_vocabulary(spec)
     verdict = compare(target_vocab, draft_vocab)

@@ -170,13 +170,13 @@ def test_hidden_states_of_named_layers_are_those_of_transformers(kind):
 
 
 def test_what_a_decoder_cannot_do_is_said():
-    with pytest.raises(ValueError, match="65 tokens was asked for, but llama reads 64 positions"):
+    with pytest.raises(ValueError, match=r"65 tokens is needed, .* llama .* 64 positions"):
         build_decoder(made("llama"), 65)
     # past so many tokens the angles of all of a text are others, drafted tokens included
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 24, "factor": 2.0}
     rope |= {"rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     long = LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=rope)).eval()
-    with pytest.raises(ValueError, match="25 tokens was asked for, but llama reads 24 positions"):
+    with pytest.raises(ValueError, match=r"25 tokens is needed, .* llama .* 24 positions"):
         build_decoder(long, 25)
     build_decoder(long, 24)
     recurrent = made("gemma3")
@@ -185,7 +185,7 @@ def test_what_a_decoder_cannot_do_is_said():
         build_decoder(recurrent, CONTEXT)
     spread = Gemma2ForCausalLM(Gemma2Config(**SHAPE))
     spread.model.norm.to("meta")
-    with pytest.raises(ValueError, match=r"gemma2 model lie on cpu, meta, but only .*llama"):
+    with pytest.raises(ValueError, match=r"gemma2 model are on cpu, meta, but only .*llama"):
         build_decoder(spread, CONTEXT)
 
 
@@ -198,7 +198,7 @@ def test_yarn_reads_positions_beyond_those_that_its_config_keeps():
     decoder = build_decoder(model, 64)
     got = decoder.forward(torch.tensor([text]), 0, decoder.new_cache(1, 64))[0]
     assert_close(got, plain(model, [text])[0])
-    with pytest.raises(ValueError, match="llama reads 64 positions"):
+    with pytest.raises(ValueError, match=r"llama .* 64 positions"):
         build_decoder(model, 65)
 
 
