@@ -3,7 +3,7 @@
     metric = evaluate.load("eval/acceptance")
     metric.compute(predictions=draft_tokens, references=target_tokens, gamma=4)
 
-The numbers of a report (eval/measuring/metrics.py), from token ids alone.
+The numbers are those of a report (eval/measuring/metrics.py), computed from token ids alone.
 """
 
 import datasets
@@ -64,7 +64,7 @@ class Acceptance(evaluate.Metric):
             if len(drafted) != len(tokens):
                 raise ValueError(
                     f"Response {i} has {len(drafted)} predictions for {len(tokens)} tokens; give "
-                    "one for every position."
+                    "one prediction per token."
                 )
         table = replayed_table(
             [

@@ -1,1 +1,1 @@
-"""From models and prompts to numbers with intervals."""
+"""Measures drafts: from models and prompts to numbers with intervals."""

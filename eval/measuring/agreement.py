@@ -1,6 +1,6 @@
-"""The acceptance rate: how far draft and target agree on text of the target, teacher-forced.
+"""The acceptance rate: how far draft and target agree on the target's responses, teacher-forced.
 
-Legend: R output tokens, V the target's vocabulary.
+Legend: V the target's vocabulary.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ BATCH = 48
 def target_texts(
     target: Target, prompts: Mapping[str, list[int]], decoding: Decoding
 ) -> list[list[int]]:
-    """The target's response to each prompt, batched: on it the acceptance rate is taken.
+    """The token ids of the target's response to each prompt, for the acceptance rate.
 
-    prompts: the token ids of each prompt id, on which the prompt's random numbers depend.
+    prompts: token ids by prompt id; a prompt's random numbers depend on its id.
     """
     responses: list[list[int]] = [[] for _ in prompts]
     seeds = [seed_of(decoding.seed, prompt_id) for prompt_id in prompts]
@@ -54,10 +54,10 @@ def measure_agreement(
     decoding: Decoding,
     journal: Journal,
 ) -> tuple[dict[str, list[Agreement]], list[list[float]]]:
-    """The acceptance rate of each draft on each prompt, in one target pass.
+    """The acceptance rates by draft's name [prompts], from one target pass, and the entropies.
 
-    Also the entropy in bits of the target's distribution at temperature 1, at each position
-    [prompts][positions]. Raises ValueError if the target's logits are NaN or infinite.
+    Entropies: bits of the target's distribution at temperature 1 [prompts][positions].
+    Raises ValueError if the target's logits are NaN or infinite.
     """
     layers = {layer for drafter in drafters.values() for layer in drafter.layers}
 
@@ -68,17 +68,17 @@ def measure_agreement(
         bits = entropy_bits(scores)[0]
         if not bits.isfinite().all():
             raise ValueError(
-                f"{target.spec} gives NaN or infinite logits in its response to prompt "
-                f"{prompt.id}, because its weights are damaged or too large for float16. Take a "
-                "whole checkpoint, or --dtype bfloat16 or float32."
+                f"{target.spec} computes NaN or infinite logits in its response to prompt "
+                f"{prompt.id}: its weights are damaged, or too large for float16. Fetch the "
+                "checkpoint again, or use --dtype bfloat16 or float32."
             )
         p = warp(scores[0], decoding.sampling)
         agreements = {}
         for name, drafter in drafters.items():
             q = drafter.teacher_forced(ids, text, decoding.sampling, states)
             highest, guesses = q.max(-1)
-            drafted = highest > 0  # a position without a proposal is all zero
-            if decoding.sampling.greedy:  # both are one-hot: p at the draft's token says it
+            drafted = highest > 0  # q is all zero if nothing is proposed
+            if decoding.sampling.greedy:  # p and q are one-hot, so p at the draft's token is 0 or 1
                 rates = p.gather(-1, guesses[:, None])[:, 0] * drafted
             else:
                 rates = agreement(p, q)
@@ -104,7 +104,7 @@ def measure_agreement(
 
 def entropy_bits(logits: Tensor) -> Tensor:
     """Entropy in bits of softmax(logits) over [..., V]."""
-    # finite, since 0 * -inf is nan: a masked token adds nothing
+    # finite, because 0 * -inf is nan; a masked token adds 0
     scores = logits.float().clamp_min(torch.finfo(torch.float32).min)
     mean = torch.linalg.vecdot(scores.softmax(-1), scores)
     return ((scores.logsumexp(-1) - mean) / math.log(2)).clamp_min(0)

@@ -1,7 +1,6 @@
 """The rejection atlas: where a draft is rejected, and which tokens it confuses.
 
-It is made from the teacher-forced log of the acceptance rate: an `Agreement` with its positions and
-an `Answer` for each prompt.
+Its source is the teacher-forced log: an `Agreement` and an `Answer` for each prompt.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from eval.measuring.runs import Agreement, Answer, RunLog
 
 EXAMPLES = 12
 ENTROPY_EDGES = (0.0, 0.1, 0.5, 1.0, 2.0, 4.0)  # bits
-HEAT_TOKENS = 16  # shorter responses show too little for a heat map
+HEAT_TOKENS = 16  # the shortest response for a heat map
 
 
 class Confusion(Part):
-    """A token of the target, and the token that the draft preferred."""
+    """A token of the target, and the likeliest token of the draft at its position."""
 
     target: str
     draft: str
@@ -58,7 +57,7 @@ class Atlas(Part):
 
 
 def build_atlas(agreements: Sequence[Agreement], run: RunLog, shown: Sequence[str]) -> Atlas:
-    """The `atlas` block of a draft. shown: the prompts of the heat map."""
+    """The `atlas` block of a draft. shown: ids of the prompts of the heat map."""
     by_prompt = {answer.prompt_id: answer for answer in run.answers}
     answers = [by_prompt[agreement.prompt_id] for agreement in agreements]
     pieces = [
@@ -90,7 +89,7 @@ def build_atlas(agreements: Sequence[Agreement], run: RunLog, shown: Sequence[st
 def _confusions(
     agreements: Sequence[Agreement], pieces: Sequence[list[bytes]], spelt: Callable[[int], str]
 ) -> list[Confusion]:
-    """The most frequent pairs of the target's token and the draft's."""
+    """The EXAMPLES most frequent pairs of the target's token and the draft's."""
     counts = Counter(
         (piece, guess)
         for agreement, spelling in zip(agreements, pieces, strict=True)
@@ -104,7 +103,7 @@ def _confusions(
 
 
 def text_of(piece: bytes) -> str:
-    """A token's bytes as text; parts of a character show as U+FFFD."""
+    """A token's bytes as text; incomplete characters become U+FFFD."""
     return piece.decode("utf-8", "replace")
 
 
@@ -113,8 +112,11 @@ def _buckets(
     edges: Sequence[tuple[float, float | None]],
     quantities: Sequence[Sequence[float]],
 ) -> list[Bucket]:
-    """The acceptance rate by a quantity of each position; empty buckets are left out."""
-    sums = []  # group, sums of values and positions by bucket, of each response
+    """The acceptance rate by bucket, without empty buckets.
+
+    edges: (low, high) of each bucket. quantities: of each position of each response.
+    """
+    sums = []  # of each response: group, sum of values by bucket, positions by bucket
     for agreement, quantity in zip(agreements, quantities, strict=True):
         bucket = np.searchsorted([low for low, _ in edges], quantity, side="right") - 1
         total = np.bincount(bucket, agreement.values, len(edges))

@@ -1,6 +1,6 @@
-"""How much of the target's responses is copied from the prompt or from the response before.
+"""The share of the target's responses that copies the prompt or an earlier part of the response.
 
-N-gram speculation drafts copies without a model, so a speed-up is read beside their share.
+N-gram speculation drafts copies without a model, so a report gives this share with the speed-up.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pydantic import Field
 from eval.measuring.intervals import Part, Share, share
 from eval.measuring.runs import Answer
 
-COPY_TOKENS = 8  # in a row that occur earlier as well: shorter runs are the language's own
-COPIED_LITTLE, COPIED_MUCH = 0.1, 0.3  # of a response, for classes
+COPY_TOKENS = 8  # the shortest copy; shorter runs repeat in any text
+COPIED_LITTLE, COPIED_MUCH = 0.1, 0.3  # shares of a response, bounds of the classes
 COPY_CLASSES = (  # the least copied first
     f"below {COPIED_LITTLE:.0%} copied",
     f"{COPIED_LITTLE:.0%} to {COPIED_MUCH:.0%} copied",
@@ -41,10 +41,10 @@ class Answers(Part):
 
 
 def copied(prompt: Sequence[int], answer: Sequence[int]) -> NDArray[np.bool_]:
-    """(2, T) for the response's tokens: in a copy of the prompt, in a copy of the response before.
+    """Whether each of T response tokens is in a copy of the prompt, or of the response (2, T).
 
-    A copy is a run of COPY_TOKENS tokens of the response that occurs in the prompt, or that begins
-    earlier in the response; a loop copies itself.
+    A copy is a run of COPY_TOKENS tokens of the response that occurs in the prompt, or that also
+    begins earlier in the response. A repeated loop is therefore a copy of itself.
     """
     flags = np.zeros((2, len(answer)), dtype=bool)
     starts = range(len(prompt) - COPY_TOKENS + 1)
@@ -59,7 +59,7 @@ def copied(prompt: Sequence[int], answer: Sequence[int]) -> NDArray[np.bool_]:
 
 
 def copy_classes(answers: Sequence[Answer]) -> dict[str, str]:
-    """Prompt id -> how much of its response is copied, in words."""
+    """The class in COPY_CLASSES of each response, by prompt id."""
     classes = {}
     for answer in answers:
         mean = copied(answer.prompt, answer.tokens).any(axis=0).mean()
@@ -69,7 +69,7 @@ def copy_classes(answers: Sequence[Answer]) -> dict[str, str]:
 
 
 def described(answers: Sequence[Answer]) -> Answers | None:
-    """The copy share of the responses; None where there are none."""
+    """The copy share of the responses; None without responses."""
     if not answers:
         return None
     flags = [(answer.group, copied(answer.prompt, answer.tokens)) for answer in answers]

@@ -1,11 +1,11 @@
-"""What a draft can gain: arithmetic on measured step costs, before and after training.
+"""The cost estimate: the speed-up of a draft, computed from measured step costs and acceptance.
 
-Drafts of g tokens give the speed-up L(g) * t_target(1) / (t_draft(g) + t_target(g + 1)). L(g) is
-the mean acceptance length 1 + m_1 + … + m_g, where m_i is the share of drafts whose first i tokens
-are all accepted. Before it is measured, m_i = a^i: one acceptance rate a at every position,
-independently (arXiv 2211.17192, equation 1). The paper takes verification as free, t_target(g + 1)
-= t_target(1); here its measured time is used. A draft that runs elsewhere adds a round trip, and
-its bytes over the bandwidth, to each speculation step (docs/serving.md).
+Drafts of g tokens give the speed-up L(g) * t_target(1) / (t_draft(g) + t_target(g + 1)). L(g) =
+1 + m_1 + … + m_g is the mean acceptance length; m_i is the share of drafts whose first i tokens are
+all accepted. If m_i is not measured, m_i = a^i: every position has the same acceptance rate a,
+independently of the others (arXiv 2211.17192, equation 1). The paper assumes t_target(g + 1) =
+t_target(1); here the measured time of verification is used. A draft on another machine adds a round
+trip and the transfer of its output to each speculation step (docs/serving.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scipy.optimize import bisect
 from eval.measuring.intervals import Count, Part, Quantity
 from eval.measuring.runs import StepCosts
 
-WORTH_IT = 1.05  # a lower speed-up is lost in the noise of a serving machine
+WORTH_IT = 1.05  # a lower speed-up is below the noise of a serving machine
 
 
 class Costs(Part):
@@ -45,14 +45,14 @@ class Costs(Part):
 
 
 def same_at_every_position(acceptance_rate: float, draft_length: int) -> list[float]:
-    """m_1 … m_g if every position is accepted with this probability, independently."""
+    """m_1 … m_g if each position is accepted with this probability, independently."""
     return [acceptance_rate**i for i in range(1, draft_length + 1)]
 
 
 def expected_speedup(accepted: Sequence[float], costs: StepCosts) -> float:
-    """Decode-phase speed-up of drafts of len(accepted) tokens over the target alone.
+    """Decode-phase speed-up of drafts of g = len(accepted) tokens over the target alone.
 
-    accepted: m_1 … m_g. At batch size 1, without overhead.
+    accepted: m_1 … m_g. Batch size 1; overhead outside the models is not counted.
     """
     draft_length = len(accepted)
     step = float(costs.draft(draft_length) + costs.verify(draft_length + 1.0))
@@ -60,9 +60,9 @@ def expected_speedup(accepted: Sequence[float], costs: StepCosts) -> float:
 
 
 def best_draft_length(accepted: Sequence[float], costs: StepCosts) -> tuple[int, float]:
-    """The draft length, up to len(accepted), with the highest expected speed-up; that speed-up.
+    """The draft length up to len(accepted) with the highest expected speed-up, and this speed-up.
 
-    The shortest wins a tie.
+    If speed-ups are equal, the shortest length is returned.
     """
     speedups = [
         expected_speedup(accepted[:length], costs) for length in range(1, len(accepted) + 1)
@@ -72,12 +72,15 @@ def best_draft_length(accepted: Sequence[float], costs: StepCosts) -> tuple[int,
 
 
 def ceiling_speedup(costs: StepCosts) -> float:
-    """The speed-up of a perfect draft at its best length; no training can pass it."""
+    """The speed-up of a perfect draft at its best length: the limit of any training."""
     return _best_at(1.0, costs)
 
 
 def break_even_acceptance_rate(costs: StepCosts) -> float | None:
-    """The smallest acceptance rate that reaches 1x at some draft length; None if 1 does not."""
+    """The smallest acceptance rate with a speed-up of 1 at its best draft length.
+
+    None if even an acceptance rate of 1 is not faster than the target alone.
+    """
     if ceiling_speedup(costs) <= 1:
         return None
     if _best_at(0.0, costs) >= 1:
@@ -91,7 +94,7 @@ def _best_at(acceptance_rate: float, costs: StepCosts) -> float:
 
 
 class Payoff(Part):
-    """The cost estimate: what the draft can gain by its step costs and its acceptance."""
+    """The cost estimate of a draft, from its step costs and its acceptance by position."""
 
     ceiling_speedup: Quantity = Field(description="of a perfect draft")
     break_even_alpha: float | None = Field(
@@ -105,7 +108,7 @@ class Payoff(Part):
 
 
 def payoff(costs: StepCosts, accepted: Sequence[float]) -> Payoff:
-    """The estimate for a draft with this acceptance by position, m_1 … m_g."""
+    """The cost estimate of a draft with the acceptance by position m_1 … m_g."""
     draft_length, speedup = best_draft_length(accepted, costs)
     needed = break_even_acceptance_rate(costs)
     verdict = "pays" if speedup >= WORTH_IT else "does not pay"

@@ -1,4 +1,4 @@
-"""The machine that an evaluation runs on, as a report names it."""
+"""The machine that an evaluation runs on, for the report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def environment(engine: str, version: str | None, device: torch.device) -> dict[str, Any]:
-    """The report's `environment` of an engine that runs in this process, as of now."""
+    """The report's `environment`, for an engine on this machine; date and load are of now."""
     on_cpu = device.type != "cuda"
     return {
         "engine": engine,
@@ -29,7 +29,7 @@ def environment(engine: str, version: str | None, device: torch.device) -> dict[
 
 
 def cpu_model() -> str:
-    """The CPU's model name, as Linux tells it; elsewhere what Python knows."""
+    """The CPU's model name from /proc/cpuinfo; without that file, Python's `platform` names it."""
     lines = CPU_INFO.read_text(encoding="utf-8").splitlines() if CPU_INFO.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()

@@ -1,4 +1,4 @@
-"""One evaluation, from loaded models to its logs."""
+"""One evaluation in the reference decoder, from loaded models to its logs."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from eval.measuring.timing import (
 )
 from eval.prompts import PromptSet
 
-FEWEST = 12  # timed prompts, however little time is left: an interval needs some
-SHARE_OF_RESPONSES = 0.25  # of the time; as much again is needed for their acceptance rates
-PROBED_TOKENS = 256  # of a prompt, whose logits identify the models
+FEWEST = 12  # prompts that are timed even if the time is over, because an interval needs them
+SHARE_OF_RESPONSES = 0.25  # of the time, for responses; their acceptance rates need the same time
+PROBED_TOKENS = 256  # tokens of a prompt whose logits identify the models
 
 
 @dataclass(frozen=True)
 class Plan:
     """How much an evaluation measures.
 
-    draft_length: of all drafts; None chooses the fastest of each, up to max_draft_length.
-    speed_prompts: how many are timed. seconds: for the whole evaluation; prompts are timed until
-    the seconds are over, but at least FEWEST. None: all of speed_prompts are timed.
+    draft_length: of all drafts; None: the fastest length of each draft, up to max_draft_length.
+    speed_prompts: number of prompts to time. seconds: time of the whole evaluation; timing stops
+    when it is over and FEWEST prompts are timed. None: all speed_prompts are timed.
     """
 
     draft_length: int | None
@@ -66,11 +66,11 @@ def evaluate(
     journal: Journal,
     provenance: dict[str, Any],
 ) -> tuple[RunLog, list[DraftLog]]:
-    """The logs that a report is built from: the run's, and each draft's on the same prompts.
+    """The logs for a report: one of the run, and one of each draft on the same prompts.
 
-    tuning: prompts to choose draft lengths on. journal: keeps what is measured, for a process that
-    goes on. Raises ValueError if tuning prompts are evaluated as well, and if a model's logits are
-    NaN or infinite.
+    tuning: prompts to choose draft lengths on. journal: keeps results, so that another process can
+    continue. Raises ValueError if draft lengths are chosen on prompts that are evaluated, and if a
+    model's logits are NaN or infinite.
     """
     began = time.monotonic()
     _refuse_evaluated(tuning, evaluation, plan)
@@ -80,11 +80,11 @@ def evaluate(
     spell, special = spelling(target)
 
     def time_is_over(share: float) -> bool:
-        """Whether this share of the plan's seconds is over."""
+        """Whether this share of the plan's seconds has passed."""
         return plan.seconds is not None and time.monotonic() - began >= share * plan.seconds
 
-    # 1. The target's responses, on which acceptance rates are taken. If time is short, the prompts
-    # without a response are left out of the evaluation.
+    # 1. The target's responses, for the acceptance rates. If time is short, prompts without a
+    # response are not evaluated.
     drawn = evaluation.drawn(len(evaluation.prompts), seed)
     asked = list(zip((prompt.id for prompt in drawn.prompts), drawn.ids, strict=True))
     pieces = [dict(asked[start : start + BATCH]) for start in range(0, len(asked), BATCH)]
@@ -123,13 +123,13 @@ def evaluate(
     if plan.draft_length is None:
         policy = f"fixed, fastest on {len(tuning.prompts)} other prompts"
 
-    # 4. Acceptance rates, and the baseline beside stock generate.
+    # 4. Acceptance rates, and the baseline compared with transformers' `generate`.
     agreements, entropy = measure_agreement(target, drafters, evaluation, texts, decoding, journal)
     timed = evaluation.drawn(plan.speed_prompts, seed)
     stock = journal.once("stock generate", lambda: over_stock_generate(target, timed, decoding))
 
-    # 5. The timed prompts, in turns without a draft and with each, until time is over. If tokens
-    # are sampled, prompts are decoded greedily as well, because only greedy outputs are compared.
+    # 5. The timed prompts, each without a draft and with each draft, until the time is over. If
+    # tokens are sampled, prompts are decoded greedily, too: only greedy outputs can be compared.
     greedy = replace(decoding, sampling=Sampling())
     contenders = [
         Contender(drafter, length, setting)
@@ -148,7 +148,7 @@ def evaluate(
     greedy_baseline, *greedy_runs = decoded[-1 - len(drafters) :]
     timed = timed.first(len(baseline))
 
-    # 6. Greedy outputs with and without each draft are compared.
+    # 6. The output check: greedy outputs with and without each draft are compared.
     check = LosslessCheck(
         target, greedy, lambda ids: b"".join(map(spell, ids)).decode("utf-8", "replace")
     )
@@ -213,7 +213,7 @@ def evaluate(
 
 
 def _refuse_evaluated(tuning: PromptSet, evaluation: PromptSet, plan: Plan) -> None:
-    """Raise ValueError where draft lengths would be chosen on prompts that are evaluated."""
+    """Raise ValueError if draft lengths would be chosen on prompts that are also evaluated."""
     evaluated = {tuple(ids) for ids in evaluation.ids}
     shared = [
         prompt.id
@@ -228,9 +228,9 @@ def _refuse_evaluated(tuning: PromptSet, evaluation: PromptSet, plan: Plan) -> N
 
 
 def decoding_facts(decoding: Decoding, ended: Sequence[bool], **engine: Any) -> dict[str, Any]:
-    """`RunLog.decoding`. ended: whether each output of the baseline reached its end of text.
+    """`RunLog.decoding`. ended: whether each output of the baseline ended by a stop token.
 
-    engine: the fields that depend on the engine, at least gamma and gamma_policy.
+    engine: fields that depend on the engine, at least gamma and gamma_policy.
     """
     return {
         **asdict(decoding.sampling),
@@ -243,7 +243,7 @@ def decoding_facts(decoding: Decoding, ended: Sequence[bool], **engine: Any) -> 
 
 
 def prompt_facts(prompts: PromptSet, **target: Any) -> dict[str, Any]:
-    """`RunLog.prompts`. target: the fields that only the reference decoder measures."""
+    """`RunLog.prompts`. target: fields that only the reference decoder knows."""
     return {
         "source": prompts.source,
         "n": len(prompts.prompts),
@@ -267,9 +267,9 @@ def _begin(
     decoding: Decoding,
     plan: Plan,
 ) -> None:
-    """Go on from what the journal holds for exactly these models, prompts and settings.
+    """Make the journal continue if it belongs to exactly these models, prompts and settings.
 
-    The plan's seconds are left out, because a process that goes on has fewer left.
+    The plan's seconds are not compared, because a process that continues has fewer seconds left.
     """
     ids, dtype = parts[0].ids[0][:PROBED_TOKENS], _dtype(target)
     states: HiddenStates = dict.fromkeys(k for drafter in drafters.values() for k in drafter.layers)
@@ -290,20 +290,21 @@ def _begin(
 
 
 def _hash_of_numbers(name: str, computed: Tensor, dtype: str) -> str:
-    """The hash that identifies a model. Raises ValueError for NaN, whose argmax passes for a token.
+    """A hash of a model's outputs, which identifies the model.
 
-    Minus infinity is allowed, because it rules a token out.
+    Raises ValueError for NaN and infinity, because their argmax looks like a token. Minus infinity
+    is allowed, because it excludes a token.
     """
     if computed.isnan().any() or computed.isposinf().any():
         raise ValueError(
-            f"{name} gives NaN or infinite logits in {dtype}, because its weights are damaged or "
-            "too large for float16. Take a whole checkpoint, or --dtype bfloat16 or float32."
+            f"{name} computes NaN or infinite logits in {dtype}: its weights are damaged, or too "
+            "large for float16. Fetch the checkpoint again, or use --dtype bfloat16 or float32."
         )
     return tensor_sha256(computed)
 
 
 def spelling(target: Target) -> tuple[Callable[[int], bytes], frozenset[int]]:
-    """A function from a target's token id to its bytes (empty if unknown), and the special ids."""
+    """A function from a token id to its bytes (empty if unknown), and the target's special ids."""
     tokens = tokens_of(target.tokenizer)
 
     def spell(token: int) -> bytes:
@@ -314,12 +315,12 @@ def spelling(target: Target) -> tuple[Callable[[int], bytes], frozenset[int]]:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or how many CPU threads were used."""
+    """The GPU's name, or the number of CPU threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu ({torch.get_num_threads()} threads)"
 
 
 def context_length(ids: Sequence[Sequence[int]], max_new_tokens: int, longest_draft: int) -> int:
-    """Positions that the longest prompt, its response and one draft beyond it may take."""
+    """The most positions of a prompt, its response and a draft after it."""
     return max(map(len, ids)) + max_new_tokens + longest_draft + 1

@@ -1,7 +1,7 @@
-"""A measured number and its interval: Student's t over prompts, or over their groups.
+"""A measured number and its interval: Student's t over prompts, or over groups of prompts.
 
-A measured number is a ratio of sums over prompts. Prompts are what varies, not tokens: the tokens
-of one answer depend on each other. Prompts that share a group count as one: a cluster.
+A measured number is a ratio of sums over prompts. Tokens of one response depend on each other, so
+prompts are the samples. Prompts that share a group are one sample, a cluster.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from scipy.special import stdtrit
 
 from eval.measuring.runs import Floats
 
-FEWEST_CLUSTERS = 10  # of fewer no interval covers as it says (docs/lab-notes.md)
+FEWEST_CLUSTERS = 10  # intervals of fewer clusters cover less than 95% (docs/lab-notes.md)
 
 T = TypeVar("T")
 Count = Annotated[int, Field(ge=0)]
@@ -25,16 +25,16 @@ Quantity = Annotated[float, Field(ge=0)]
 
 
 class NothingToMeasure(ValueError):
-    """No prompt has what a number is computed from."""
+    """No prompt has the values from which a number is computed."""
 
 
 class Part(BaseModel):
-    """A part of a report: every number finite, fields that a newer version added passed over."""
+    """A part of a report. All numbers are finite; fields of a newer version are ignored."""
 
     model_config = ConfigDict(
         allow_inf_nan=False,
-        from_attributes=True,  # a Measured may stand where a Share is asked for, and is checked
-        revalidate_instances="always",  # what was changed since is checked again
+        from_attributes=True,  # a Measured is accepted for a Share, and checked
+        revalidate_instances="always",  # instances may have changed since they were checked
         validate_by_name=True,  # `from`, `class` and `schema` cannot be names in Python
         validate_by_alias=True,
         serialize_by_alias=True,
@@ -42,7 +42,7 @@ class Part(BaseModel):
 
 
 class Measured(Part):
-    """A number, its interval, and the prompts it rests on."""
+    """A number, its interval, and the number of prompts."""
 
     mean: float
     ci95: tuple[float, float] | None = Field(
@@ -59,7 +59,7 @@ class Measured(Part):
     )
 
     def __format__(self, form: str) -> str:
-        """`0.51 [0.49,0.53]` with the form `.2f`; `0.51 (0.40 to 0.60)`, the range of too few."""
+        """`0.51 [0.49,0.53]` for `.2f`; without an interval the range, `0.51 (0.40 to 0.60)`."""
         text = f"{self.mean:{form}}"
         if self.ci95:
             low, high = self.ci95
@@ -68,13 +68,13 @@ class Measured(Part):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The interval; without one nothing is ruled out."""
+        """The interval; (-inf, inf) if there is none."""
         return self.ci95 or (-math.inf, math.inf)
 
     @model_validator(mode="after")
     def _interval_runs_forwards(self) -> Self:
         if self.ci95 and self.ci95[0] > self.ci95[1]:
-            raise ValueError(f"ci95 runs backwards: {list(self.ci95)}")
+            raise ValueError(f"ci95 is {list(self.ci95)}, but its lower end must come first")
         return self
 
 
@@ -85,18 +85,18 @@ class Share(Measured):
 
 
 class Both(Part, Generic[T]):
-    """A number without a draft and with it."""
+    """A number without a draft (`baseline`) and with a draft."""
 
     baseline: T
     speculative: T
 
 
 def ratio(totals: Floats) -> Floats:
-    """The first column's total over that of the second."""
+    """The first column's total divided by the second's: (..., 2) -> (...)."""
     return totals[..., 0] / totals[..., 1]
 
 
-# An interval's two ends from mean, standard error, quantile of Student's t, and clusters
+# (mean, standard error, quantile of Student's t, clusters) -> the two ends of the interval
 Ends = Callable[[float, float, float, int], tuple[float, float]]
 
 
@@ -106,15 +106,15 @@ def around(mean: float, error: float, t: float, clusters: int) -> tuple[float, f
 
 
 def above_zero(mean: float, error: float, t: float, clusters: int) -> tuple[float, float]:
-    """The interval of a positive number, on the scale of its logarithm."""
+    """The interval of a positive number, symmetric in its logarithm."""
     factor = math.exp(t * error / mean) if error else 1.0
     return mean / factor, mean * factor
 
 
 def within_one(mean: float, error: float, t: float, clusters: int) -> tuple[float, float]:
-    """The interval of a share: Wilson's, for as many independent trials as have this error.
+    """The interval of a share: Wilson's, for the number of independent trials that have this error.
 
-    A share of 0 or 1 does not vary, and so does not show its error: a cluster counts as one trial.
+    A share of 0 or 1 has no measured error, so each cluster counts as one trial.
     """
     variance = mean * (1 - mean)
     width = t**2 * (error**2 / variance if variance else 1 / clusters)
@@ -124,11 +124,11 @@ def within_one(mean: float, error: float, t: float, clusters: int) -> tuple[floa
 
 
 def _error(deviations: Floats) -> tuple[float, float]:
-    """The jackknife's standard error, and its degrees of freedom.
+    """The jackknife's standard error, and the degrees of freedom of this error.
 
-    deviations: (clusters,), how much the number changes without each cluster. The error is itself
-    uncertain if a few clusters make most of it. Its degrees of freedom are therefore
-    Satterthwaite's, from the kurtosis: 2n / (kurtosis - 1), n - 1 at most.
+    deviations: (clusters,), the change of the number without each cluster. If a few clusters cause
+    most of the error, the error is uncertain. The degrees of freedom are therefore Satterthwaite's,
+    from the kurtosis: 2n / (kurtosis - 1), at most n - 1.
     """
     n = len(deviations)
     squares = (deviations - deviations.mean()) ** 2
@@ -146,15 +146,15 @@ def measure(
     groups: Sequence[str | None] | None = None,
     ends: Ends = above_zero,
 ) -> Measured:
-    """`statistic` of the column totals, with its 95% interval.
+    """`statistic` of the column totals, with its 95% interval from FEWEST_CLUSTERS clusters on.
 
     rows: K columns for each prompt. statistic: (..., K) totals -> (...) values. groups: the group
-    of each row; rows of one group are one cluster, a row without a group is its own. ends: the
-    interval by the values that the number can take. Raises `NothingToMeasure` without rows,
-    ValueError where the result is not a finite number.
+    of each row. Rows of one group are one cluster; a row without a group is a cluster alone. ends:
+    the kind of interval. Raises `NothingToMeasure` without rows, ValueError if the result is not a
+    finite number.
     """
     if not rows:
-        raise NothingToMeasure(f"no prompt holds anything to measure {name} on")
+        raise NothingToMeasure(f"no prompt has the values for {name}")
     sums: dict[str | int, Floats] = {}
     for i, (row, group) in enumerate(zip(rows, groups or [None] * len(rows), strict=True)):
         key = i if group is None else group
@@ -167,8 +167,8 @@ def measure(
         deviations = statistic(totals - columns) - mean if enough else np.zeros(0)
     if not (math.isfinite(mean) and np.isfinite(deviations).all()):
         raise ValueError(
-            f"{name} is not a finite number ({mean} over all prompts): a time or a count in the "
-            f"log is zero or missing"
+            f"{name} is not a finite number ({mean} over all prompts), because a time or a count "
+            f"in the log is zero or missing; measure again"
         )
     by_cluster = by_cluster[np.isfinite(by_cluster)]
     ci95 = freedom = None
@@ -186,7 +186,7 @@ def measure(
 
 
 def share(name: str, rows: Sequence[tuple[str | None, float, float]]) -> Share:
-    """Sum over count of one row (group, sum, count) a prompt; each sum within 0 and its count."""
+    """The share sum / count of rows (group, sum, count) by prompt; sums are clipped to 0..count."""
     sums = [(min(max(total, 0.0), count), count) for _, total, count in rows]
     groups = [group for group, _, _ in rows]
     return Share.model_validate(measure(name, sums, groups=groups, ends=within_one))

@@ -1,8 +1,8 @@
-"""What an evaluation has measured so far, kept so that an interrupted one goes on.
+"""The journal of an evaluation: its results so far, so that an interrupted evaluation continues.
 
-A journal is a file of lines, each a crc32 and JSON. The first is the hash of what is measured; each
-later one holds a result of a stage: `[stage, number, value]`. What follows a damaged line is
-measured again.
+A journal is a file of lines, each with a crc32 and JSON. The first line is a hash of models,
+prompts and settings; each later line is a result of a stage: `[stage, number, value]`. Results
+after a damaged line are measured again.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from tqdm import tqdm
 
 from align.files import atomic_file, disk_full_explained
 
-JOURNAL = "measured.jsonl"  # its name, beside the report to come
-INTERRUPTED = 130  # exit status, as shells have it for Ctrl-C
+JOURNAL = "measured.jsonl"  # the journal's name in the report's folder
+INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 
 Row = TypeVar("Row")
 R = TypeVar("R")
 
 
 class Journal:
-    """The results so far, in the file `path`. The file is removed once the `with` block ends well.
+    """The results so far, in the file `path`, which is removed when the `with` block succeeds.
 
-    An error that ends the block early prints what is kept. resumed: whether another process
-    measured some of the results.
+    If an error ends the block, the file stays, and a message says what it holds. resumed: whether
+    another process measured some of the results.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,9 +59,9 @@ class Journal:
             )
 
     def begin(self, *settings: Any) -> None:
-        """Take up the results that the file has for these settings; others are replaced.
+        """Read the file's results if they are of these settings; otherwise replace the file.
 
-        settings: all that a result depends on, as JSON can hold it.
+        settings: everything on which a result depends, as JSON values.
         """
         about = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
         kept = [_line(about)]
@@ -75,7 +75,7 @@ class Journal:
             )
         for stage, number, value in lines:
             results = self.results.setdefault(stage, [])
-            if number == len(results):  # of two processes at one file the first counts
+            if number == len(results):  # if two processes wrote results, the first counts
                 results.append(value)
                 kept.append(_line([stage, number, value]))
         self.resumed = bool(self.results)
@@ -85,7 +85,7 @@ class Journal:
             file.writelines(kept)
 
     def _lines(self) -> list[Any]:
-        """The values of the lines up to the first that a kill, a full disk or a bit has damaged."""
+        """The values of the lines before the first damaged line (a kill, a full disk, a bit)."""
         values: list[Any] = []
         for line in self.path.read_bytes().splitlines(True) if self.path.exists() else []:
             checksum, _, text = line.partition(b" ")
@@ -95,7 +95,7 @@ class Journal:
         return values
 
     def progress(self) -> str:
-        """The stages in their order, with their numbers of results."""
+        """The stages in order, each with its number of results."""
         return ", ".join(f"{stage} {len(results)}" for stage, results in self.results.items())
 
     def each(
@@ -107,11 +107,11 @@ class Journal:
         unit: str | None,
         enough: Callable[[int], bool] = lambda measured: False,
     ) -> list[R]:
-        """What `measure` gives for each numbered row, as `read` makes it of its JSON again.
+        """The result of `measure(number, row)` for each row, through JSON and then `read`.
 
-        Rows that were measured before are not measured again. unit: what the progress bar counts;
-        None shows no bar. enough: whether the other rows are left out after so many. Raises
-        DiskFullError.
+        Rows with a result in the journal are not measured again. unit: of the progress bar; None:
+        no bar. enough: called with the number of measured rows; if true, the other rows are left
+        out. Raises DiskFullError.
         """
         results = self.results.get(stage, [])
         start = len(results)
@@ -127,7 +127,7 @@ class Journal:
             if enough(number):
                 bar.close()
                 break
-            # through JSON at once, so that a result is the same whenever it was measured
+            # through JSON, so that a result is the same in this process and after a restart
             value = json.loads(json.dumps(measure(number, row), default=dataclasses.asdict))
             with disk_full_explained(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(_line([stage, number, value]))
@@ -141,7 +141,7 @@ class Journal:
         measure: Callable[[], Any],
         read: Callable[[Any], Any] = lambda value: value,
     ) -> Any:
-        """`each` of a stage that has one result."""
+        """`each` for a stage with one result."""
         return self.each(stage, [None], lambda _number, _row: measure(), read, None)[0]
 
 

@@ -1,4 +1,4 @@
-"""The output check: greedy outputs compared, and every difference explained or counted.
+"""The output check: greedy outputs with and without a draft, near-ties and mismatches.
 
 Legend: V the target's vocabulary.
 """
@@ -24,7 +24,7 @@ from eval.measuring.agreement import target_texts
 from eval.measuring.output_check import divergence, ledger
 from eval.prompts import Prompt, PromptSet
 
-WIDEST_TIE = {torch.bfloat16: 1.0, torch.float16: 0.25, torch.float32: 0.01}  # nats
+WIDEST_TIE = {torch.bfloat16: 1.0, torch.float16: 0.25, torch.float32: 0.01}  # logits (nats)
 DIVERGES_IN_FP32: dict[str, Any] = {"tie": False, "why": "the outputs diverge in fp32, too"}
 
 
@@ -33,9 +33,9 @@ def tie(
 ) -> dict[str, Any]:
     """`{gap, error, tie}`: whether rounding can have swapped the order of two tokens.
 
-    single, wide: the logits [V] of both forwards at the position where two outputs diverge. Each of
-    the two logits may be off by the error, so a gap of up to twice the error can be a near-tie. The
-    cap of the dtype keeps a broken kernel, whose error is large, from being taken for rounding.
+    single, wide: the logits [V] of two forwards at the position where two outputs diverge. Each of
+    the two tokens' logits may be wrong by the error, so a gap of up to twice the error can be a
+    near-tie. The dtype's cap is needed because a broken kernel, too, has a large error.
     """
     tokens = [target, drafted]
     gap = abs(float(single[target] - single[drafted]))
@@ -44,22 +44,22 @@ def tie(
 
 
 class LosslessCheck:
-    """Compares greedy tokens with and without a draft; explains or counts each first divergence.
+    """Compares greedy outputs with and without a draft; only the first divergence is explained.
 
-    A divergence is a tie when `tie` says so of the target's two forwards at that very position,
-    each replayed in its run's own speculation steps, and the prompt's outputs agree in fp32.
+    A divergence is a near-tie if `tie` is true of the logits of both runs at its position, computed
+    by repeating each run's forwards, and if the prompt's outputs are equal in fp32.
     """
 
     def __init__(
         self, target: Target, decoding: Decoding, text_of: Callable[[list[int]], str]
     ) -> None:
-        """text_of: the text of token ids of the target."""
+        """text_of: returns the text of the target's token ids."""
         self.target, self.decoding, self.text_of = target, decoding, text_of
-        self.exact_outputs: dict[str, list[int]] = {}  # of the target in fp32, by prompt id
+        self.exact_outputs: dict[str, list[int]] = {}  # the target's fp32 outputs by prompt id
 
     @cached_property
     def exact(self) -> Decoder:
-        """The target in fp32, on the weights it has."""
+        """The target's fp32 decoder, which shares the target's weights."""
         return build_decoder(self.target.model, self.target.decoder.context_length, fp32=True)
 
     def ledger(
@@ -70,16 +70,16 @@ class LosslessCheck:
         baseline: Sequence[PromptRun],
         runs: Sequence[PromptRun],
     ) -> dict[str, Any]:
-        """The output check of greedy runs of these prompts, without the draft and with it."""
+        """The fields of a `Ledger` for greedy runs of these prompts without and with the draft."""
         entries: list[dict[str, Any]] = []
-        near: list[tuple[Prompt, list[int], dict[str, Any]]] = []  # those that may be near-ties
+        near: list[tuple[Prompt, list[int], dict[str, Any]]] = []  # to be checked in fp32
         rows = zip(prompts.prompts, prompts.ids, baseline, runs, strict=True)
         for prompt, ids, base, run in rows:
             if base.tokens == run.tokens:
                 continue
             entry = divergence(base, run, self.text_of)
             position = entry["position"]
-            # an output that merely ends earlier can never be a near-tie
+            # an output that is only cut short has no second token, so it is a mismatch
             if position < min(len(base.tokens), len(run.tokens)):
                 single = self._logits_at(position, ids, base, 0)
                 wide = self._logits_at(position, ids, run, draft_length)
@@ -104,25 +104,25 @@ class LosslessCheck:
     def _logits_at(
         self, position: int, ids: list[int], run: PromptRun, draft_length: int
     ) -> Tensor:
-        """The target's logits [V] for that token of a run, by replaying its forwards."""
+        """The target's logits [V] for the token at `position` of a run, from the same forwards."""
         decoder = self.target.decoder
-        # as many slots as `decode` took
+        # as many slots as in `decode`, because logits may depend on them
         cache = decoder.new_cache(1, len(ids) + self.decoding.max_new_tokens + draft_length)
         *_, logits = in_pieces(decoder, torch.tensor([ids], device=decoder.device), 0, cache)
-        first, count = 0, 1  # the logits are of `count` tokens of the run from `first`
+        first, count = 0, 1  # `logits` predict `count` tokens of the run, from token `first` on
         steps = iter(zip(run.drafted, run.block_tokens, strict=True))
         while position >= first + count:
             first += count
             drafted, count = next(steps)
             read = run.tokens[first - 1 : first + drafted]
-            # tokens drafted beyond the output are not known and change nothing before it
+            # rejected tokens are not logged; other tokens replace them, as no logits before change
             read += read[-1:] * (1 + drafted - len(read))
             tokens = torch.tensor([read], device=decoder.device)
             logits = decoder.forward(tokens, len(ids) + first - 1, cache)
         return logits[0, position - first].float()
 
     def _generate_exactly(self, ids: dict[str, list[int]]) -> None:
-        """Generate the target's fp32 outputs for these prompts, where not known yet."""
+        """Generate the target's fp32 outputs of those prompts that have none yet."""
         unknown = {prompt: ids[prompt] for prompt in ids if prompt not in self.exact_outputs}
         if unknown:
             exact = dataclasses.replace(self.target, decoder=self.exact)

@@ -1,7 +1,7 @@
-"""The numbers of a report, all made from one table with a row of sums for each prompt.
+"""The numbers of a report, computed from a table with one row of sums per prompt.
 
-Every measured number is a ratio of sums over prompts; intervals.py makes its interval.
-docs/metrics.md says in prose what is in each number and what is not.
+Every measured number is a ratio of sums over prompts; intervals.py computes its interval.
+docs/metrics.md defines each number in prose.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from eval.measuring.runs import Agreement, Floats, StepCosts
 
 
 class PromptSums(Part):
-    """The sums of one prompt, from which every mean and interval of a draft is made.
+    """The sums of one prompt, from which all means and intervals of a draft are computed.
 
-    A block is a speculation step that counts: a last one that the length limit cut does not. What
-    was not measured is None, and left out of the report.
+    A block is a speculation step, except a last step that the length limit could cut. A value that
+    was not measured is None and is left out of the report.
     """
 
     id: str
@@ -79,15 +79,15 @@ def prompt_table(
     agreements: Iterable[Agreement] = (),
     steps_known: bool = True,
 ) -> list[PromptSums]:
-    """The rows of a draft's prompts: the timed ones, then those with an acceptance rate alone.
+    """A draft's rows: the timed prompts, then prompts that have only an acceptance rate.
 
-    steps_known: whether the runs tell what was drafted and accepted. Raises ValueError for a run
-    that contradicts itself, and if the baseline has other prompts.
+    steps_known: whether the runs have drafted and accepted tokens. Raises ValueError for a run that
+    contradicts itself, and if the baseline has other prompts.
     """
     alone = {run.prompt_id: run for run in baseline}
     if sorted(run.prompt_id for run in runs) != sorted(alone):
         raise ValueError(
-            "the runs and the baseline are not of the same prompts, or a prompt occurs twice"
+            "the runs and the baseline have different prompts, or a prompt occurs twice"
         )
     rows: dict[str, dict[str, Any]] = {}
     for run in runs:
@@ -114,11 +114,11 @@ def prompt_table(
             row["baseline_block_seconds"] = sum(base.block_seconds[whole])
     for response in agreements:
         total, positions = response.alpha_sum, response.positions
-        # fp32 sums of probabilities may pass 1 in the last digits
+        # fp32 sums of probabilities may exceed 1 by rounding
         if not -1e-3 * positions <= total <= (1 + 1e-3) * positions:
             raise ValueError(
-                f"prompt {response.prompt_id!r}: alpha_sum {total} is not within 0 and the "
-                f"{positions} positions it was summed over"
+                f"prompt {response.prompt_id!r} has alpha_sum {total}, but it must lie between 0 "
+                f"and {positions}, the number of its positions"
             )
         row = rows.setdefault(
             response.prompt_id,
@@ -154,10 +154,10 @@ def _steps(run: PromptRun) -> dict[str, Any]:
 def replayed_steps(agreed: Sequence[bool], draft_length: int) -> list[int]:
     """Tokens that each whole speculation step of greedy decoding would emit.
 
-    agreed: for each token of the target's response, whether the draft's argmax is that token,
-    teacher-forced. Exact for a draft that drafts every token as its first, because up to its first
-    wrong token it has seen nothing but the target's text. The response ends at its length limit.
-    Near it a draft is as short as there is room, and a last step so cut is left out.
+    agreed: for each token of the target's response, whether the draft's teacher-forced argmax is
+    that token. Exact for a draft that computes later tokens as it computes the first, because
+    before its first wrong token it reads only the target's text. The response counts as ended by
+    the length limit, which shortens the last drafts; a last step that is cut is left out.
     """
     emitted, position, drafted = [], 1, draft_length  # the first token comes from the prefill
     while position < len(agreed):
@@ -171,7 +171,7 @@ def replayed_steps(agreed: Sequence[bool], draft_length: int) -> list[int]:
 
 
 def replayed_table(responses: Sequence[Sequence[bool]], draft_length: int) -> list[PromptSums]:
-    """The table of greedy decoding that is replayed from responses, each as `agreed` above."""
+    """The table of simulated greedy decoding. responses: `agreed` of `replayed_steps`, each."""
     return [
         PromptSums(
             id=str(i),
@@ -192,7 +192,7 @@ def replayed_table(responses: Sequence[Sequence[bool]], draft_length: int) -> li
 class Number(NamedTuple):
     """A number that is computed from the totals of some columns of the table.
 
-    A prompt counts where all columns are measured and the last is not 0.
+    A prompt counts if all these columns are measured and the last one is not 0.
     """
 
     name: str
@@ -202,7 +202,7 @@ class Number(NamedTuple):
 
 
 def speedup_of(totals: Floats) -> Floats:
-    """Seconds a token without a draft over the same with it, of both sums of each in this order."""
+    """(a / b) / (c / d) of totals (..., 4): seconds and tokens without a draft, then with it."""
     return ratio(totals[..., :2]) / ratio(totals[..., 2:])
 
 
@@ -215,14 +215,14 @@ SPEEDUP = Number(
 )
 TOKENS_PER_S = Number("tokens_per_s", ("tokens", "seconds"))
 BASELINE_TOKENS_PER_S = Number("tokens_per_s", ("baseline_tokens", "baseline_seconds"))
-COMPARED = (ACCEPTANCE_RATE, MEAN_ACCEPTANCE_LENGTH, SPEEDUP)  # by category and between drafts
+COMPARED = (ACCEPTANCE_RATE, MEAN_ACCEPTANCE_LENGTH, SPEEDUP)  # for categories and gains
 
 
 def predicted_speedup(costs: StepCosts) -> Number:
-    """tau * t_target(1) / (gamma * t_draft + t_target(gamma + 1)), gamma the mean drafted length.
+    """tau * t_target(1) / (t_draft(gamma) + t_target(gamma + 1)); gamma is the mean drafted length.
 
-    Tokens of n-gram speculation count in gamma for the target alone. The interval is that of tau
-    and gamma.
+    Tokens that n-gram speculation drafts before a draft model cost no draft step. The interval
+    covers tau and gamma, not the step costs.
     """
 
     def predicted(totals: Floats) -> Floats:
@@ -235,7 +235,7 @@ def predicted_speedup(costs: StepCosts) -> Number:
 
 
 def decode_efficiency(costs: StepCosts) -> Number:
-    """Decode-phase speed-up over `predicted_speedup`: 1 means no overhead beyond the two models."""
+    """Decode-phase speed-up / `predicted_speedup`; 1 means no overhead besides the two models."""
     predicted = predicted_speedup(costs)
     measured = ("baseline_block_seconds", "baseline_block_tokens", "block_seconds")
     return Number(
@@ -246,7 +246,7 @@ def decode_efficiency(costs: StepCosts) -> Number:
 
 
 def _rows(number: Number, table: Iterable[PromptSums]) -> dict[str, tuple[PromptSums, list[float]]]:
-    """The columns of each prompt that counts, by its id."""
+    """The row and its columns of each prompt that counts, by prompt id."""
     rows = {}
     for row in table:
         values = [getattr(row, column) for column in number.columns]
@@ -256,7 +256,7 @@ def _rows(number: Number, table: Iterable[PromptSums]) -> dict[str, tuple[Prompt
 
 
 def measured(number: Number, table: Iterable[PromptSums]) -> Measured:
-    """The number over the table. Raises `NothingToMeasure` where no prompt counts."""
+    """The number over the table. Raises `NothingToMeasure` if no prompt counts."""
     rows = _rows(number, table).values()
     groups = [row.group for row, _ in rows]
     return measure(
@@ -265,7 +265,7 @@ def measured(number: Number, table: Iterable[PromptSums]) -> Measured:
 
 
 def measured_or_none(number: Number, table: Iterable[PromptSums]) -> Measured | None:
-    """The number over the table; None where no prompt counts."""
+    """The number over the table; None if no prompt counts."""
     try:
         return measured(number, table)
     except NothingToMeasure:
@@ -275,9 +275,9 @@ def measured_or_none(number: Number, table: Iterable[PromptSums]) -> Measured | 
 def difference(
     number: Number, table: Iterable[PromptSums], over: Iterable[PromptSums]
 ) -> Measured | None:
-    """The number of one table minus that of another, paired by prompt.
+    """The number of one table minus the number of another, paired by prompt.
 
-    None where no prompt counts in both.
+    None if no prompt counts in both tables.
     """
     mine, other = _rows(number, table), _rows(number, over)
     pairs = [(row, values + other[key][1]) for key, (row, values) in mine.items() if key in other]
@@ -293,12 +293,12 @@ def difference(
 
 
 def mean_drafted(table: Iterable[PromptSums]) -> float:
-    """Drafted tokens per target call, over the whole blocks."""
+    """Drafted tokens per block."""
     return measured(Number("mean_drafted", ("drafted", "blocks"), ends=around), table).mean
 
 
 class PositionAcceptance(Part):
-    """Acceptance at one position of the draft, over all drafts, as vLLM's counters have it."""
+    """Acceptance at one position of the draft, over all drafts, defined as in vLLM's counters."""
 
     position: Positive
     drafts: Count = Field(description="all drafts: whole blocks with a drafted token")
@@ -309,10 +309,10 @@ class PositionAcceptance(Part):
 
 
 def per_position(table: Iterable[PromptSums]) -> list[PositionAcceptance]:
-    """Acceptance at i = 1..longest draft, over all drafts of the whole blocks.
+    """Acceptance at positions i = 1..longest draft, over all drafts of the blocks.
 
-    marginal_i: share of drafts whose first i tokens were all accepted; a shorter draft has not
-    accepted i. conditional_i is marginal_i / marginal_(i-1).
+    marginal_i: share of drafts whose first i tokens were all accepted, which is false for a draft
+    shorter than i. conditional_i is marginal_i / marginal_(i-1).
     """
     drafting = [(row.group, row.accepted_at) for row in table if row.accepted_at and row.drafted]
     if not drafting:
@@ -321,7 +321,7 @@ def per_position(table: Iterable[PromptSums]) -> list[PositionAcceptance]:
     padded = [(group, counts + [0] * (longest - len(counts))) for group, counts in drafting]
 
     def among(earlier: int, i: int) -> Share | None:
-        """Drafts whose first i tokens were accepted, among those whose first `earlier` were."""
+        """The share of drafts with i accepted tokens among drafts with `earlier` accepted ones."""
         rows = [(group, counts[i], counts[earlier]) for group, counts in padded if counts[earlier]]
         return share("acceptance", rows) if rows else None
 
@@ -339,24 +339,24 @@ def per_position(table: Iterable[PromptSums]) -> list[PositionAcceptance]:
 
 
 def cost_ratio(costs: StepCosts) -> float:
-    """Time of a draft of one token over time of one target step."""
+    """Time of a draft of one token / time of one target step."""
     return float(costs.draft(1.0)) / costs.target_step
 
 
 def verify_ratio(costs: StepCosts, draft_length: float) -> float:
-    """Time of a target call on draft_length + 1 tokens over the time of one on a single token."""
+    """Time of a target call on draft_length + 1 tokens / time of a call on one token."""
     return float(costs.verify(draft_length + 1.0)) / costs.target_step
 
 
 def ttft_ms(table: Sequence[PromptSums], column: str) -> Measured:
-    """Milliseconds from the start to the first token, mean over prompts, from that column."""
+    """Milliseconds to the first token, mean over prompts. column: of the prefill's seconds."""
     timed = [(row.group, seconds) for row in table if (seconds := getattr(row, column)) is not None]
     milliseconds = [(1000 * seconds, 1.0) for _, seconds in timed]
     return measure("ttft_ms", milliseconds, groups=[group for group, _ in timed])
 
 
 class Latency(Part):
-    """Inter-token latency over the decode-phase tokens, milliseconds."""
+    """Inter-token latency of the decode phase, in milliseconds."""
 
     p50: Quantity
     p95: Quantity
@@ -364,7 +364,7 @@ class Latency(Part):
 
 
 def itl_ms(runs: Sequence[PromptRun]) -> Latency:
-    """Inter-token latency, milliseconds: a block's time is spread evenly over its tokens."""
+    """Inter-token latency; the time of a speculation step is spread evenly over its tokens."""
     seconds = np.array([s for run in runs for s in run.block_seconds])
     tokens = np.array([k for run in runs for k in run.block_tokens], dtype=np.int64)
     if not tokens.sum():
@@ -374,14 +374,14 @@ def itl_ms(runs: Sequence[PromptRun]) -> Latency:
 
 
 class OfBoth(Part):
-    """A count of the target's and of the draft's."""
+    """A count for the target and one for the draft."""
 
     target: Count
     draft: Count
 
 
 class Memory(Part):
-    """Bytes in the form measured."""
+    """Bytes of the checkpoints that were measured."""
 
     target_bytes: Positive
     draft_bytes: Count = Field(description="shared tensors not counted")
@@ -391,7 +391,7 @@ class Memory(Part):
     @computed_field(description="draft_bytes / target_bytes")  # type: ignore[prop-decorator]
     @property
     def overhead(self) -> float:
-        """Bytes of the draft over bytes of the target."""
+        """Bytes of the draft / bytes of the target."""
         return self.draft_bytes / self.target_bytes
 
 
@@ -399,7 +399,7 @@ class Memory(Part):
 
 
 class CategoryNumbers(Part):
-    """One category of prompts; null where they hold nothing to measure it on."""
+    """The numbers of one class of prompts; null if its prompts have no values for a number."""
 
     alpha: Share | None
     tau: Measured | None
@@ -413,7 +413,7 @@ def by_class(
 ) -> dict[str, CategoryNumbers]:
     """The `COMPARED` numbers of each class of prompts; prompts without a class are left out.
 
-    order: of all classes; None: by name.
+    order: all classes in order; None: sorted by name.
     """
     classes: dict[str, list[PromptSums]] = {}
     for row in table:
@@ -437,6 +437,6 @@ CONTEXTS = {  # classes of prompts by length: the most tokens that a prompt of t
 
 
 def context_class(row: PromptSums) -> str | None:
-    """The class of the prompt's length; None where it is not known, as a server's 0."""
+    """The class of the prompt's length; None if it is not known (a server reports 0)."""
     tokens = row.prompt_tokens
     return next(name for name, most in CONTEXTS.items() if tokens <= most) if tokens else None

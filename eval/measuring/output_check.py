@@ -1,4 +1,4 @@
-"""Greedy outputs with and without a draft, compared token by token: what a report says of them."""
+"""The report's fields of the output check, which compares greedy outputs token by token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Divergence(Part):
 class Ledger(Part):
     """The output check: exact matches, near-tie divergences and mismatches.
 
-    A near-tie divergence begins where the target's rounding decides between two tokens.
+    A divergence is a near-tie if the target's rounding error decides between its two tokens.
     """
 
     prompts: Positive
@@ -41,15 +41,15 @@ class Ledger(Part):
     @computed_field(description="of the near-tie divergences, in nats")  # type: ignore[prop-decorator]
     @property
     def largest_gap(self) -> float | None:
-        """The largest gap of a near-tie divergence, in nats; None without one."""
+        """The largest gap of a near-tie divergence, in nats; None without near-ties."""
         return max((d.gap for d in self.divergences if d.tie and d.gap is not None), default=None)
 
     @model_validator(mode="after")
     def _counts_add_up(self) -> Self:
         if self.identical + self.tie_divergences + self.unexplained != self.prompts:
             raise ValueError(
-                f"{self.identical} identical, {self.tie_divergences} near-ties and "
-                f"{self.unexplained} unexplained do not make up {self.prompts} prompts"
+                f"{self.identical} exact matches, {self.tie_divergences} near-ties and "
+                f"{self.unexplained} mismatches are not {self.prompts} prompts"
             )
         return self
 
@@ -66,7 +66,7 @@ class Ledger(Part):
 
 
 def ledger(prompts: int, divergences: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fields of a `Ledger` of so many prompts with these divergences."""
+    """The fields of a `Ledger` of `prompts` prompts with these divergences."""
     ties = sum(entry["tie"] for entry in divergences)
     return {
         "prompts": prompts,
@@ -80,9 +80,9 @@ def ledger(prompts: int, divergences: list[dict[str, Any]]) -> dict[str, Any]:
 def divergence(
     baseline: PromptRun, run: PromptRun, text_of: Callable[[list[int]], Any]
 ) -> dict[str, Any]:
-    """The entry of two outputs that differ, not yet explained as a near-tie.
+    """The fields of a `Divergence` of two outputs that differ, with tie False.
 
-    text_of: the text of the token where they differ; it gets no token where an output ends there.
+    text_of: returns the text of a list of one token, or of [] if an output ends there.
     """
     pairs = list(zip(baseline.tokens, run.tokens, strict=False))
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))

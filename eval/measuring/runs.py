@@ -1,4 +1,4 @@
-"""The raw log of an evaluation: what was decoded, agreed and timed, before any statistic."""
+"""The raw logs of an evaluation: outputs, acceptance and times, before any statistic."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Floats = NDArray[np.float64]
 class Speculation(NamedTuple):
     """An engine's counts of speculation.
 
-    drafts: target calls that verified a draft. drafted, accepted: draft tokens. accepted_at: drafts
-    whose token was accepted, by position [draft length].
+    drafts: target calls that verified a draft. drafted, accepted: numbers of tokens. accepted_at:
+    number of drafts whose token was accepted, by position [draft length].
     """
 
     drafts: float
@@ -28,7 +28,7 @@ class Speculation(NamedTuple):
 
     @classmethod
     def sum(cls, counts: Iterable[Speculation]) -> Speculation:
-        """The sum of counts that have one draft length."""
+        """The sum of counts that have the same draft length."""
         drafts, drafted, accepted, accepted_at = zip(*counts, strict=True)
         by_position = [sum(at_position) for at_position in zip(*accepted_at, strict=True)]
         return cls(sum(drafts), sum(drafted), sum(accepted), by_position)
@@ -36,9 +36,9 @@ class Speculation(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """The target's response on which the acceptance rate is taken; shared by all drafts.
+    """A response of the target, on which the acceptance rates of all drafts are measured.
 
-    prompt, tokens: token ids. entropy: bits of the target's distribution at temperature 1, for each
+    prompt, tokens: token ids. entropy: bits of the target's distribution at temperature 1, by
     token.
     """
 
@@ -51,10 +51,10 @@ class Answer:
 
 @dataclass
 class Agreement:
-    """sum_x min(p, q) over the positions of one response of the target, teacher-forced.
+    """alpha_sum: sum_x min(p, q), summed over the positions of one response, teacher-forced.
 
-    At temperature 0 a position adds 1 where argmax p = argmax q, else 0. values: what each position
-    added. guesses: argmax q at each, as a target id; -1 where nothing is proposed.
+    At temperature 0, a position's value is 1 if argmax p = argmax q, else 0. values: by position.
+    guesses: argmax q by position, as a target id; -1 if nothing is proposed.
     """
 
     prompt_id: str
@@ -71,8 +71,8 @@ class Agreement:
 class StepCosts:
     """Median seconds of isolated steps at the run's mean context length, batch size 1.
 
-    A step is forward, head, and argmax or the logits processors; the random draw is not timed.
-    draft_block: what a draft takes once, for any number of tokens, besides a draft_step for each.
+    A step is forward, head, and argmax or logits processors; the random draw is not timed.
+    draft_block: seconds per draft of any length, in addition to one draft_step per token.
     """
 
     draft_step: float
@@ -83,7 +83,7 @@ class StepCosts:
 
     def __post_init__(self) -> None:
         if self.target_step <= 0 or self.draft_step < 0 or min(self.target_verify.values()) <= 0:
-            raise ValueError(f"step costs must be seconds, the target's above 0, got {self}")
+            raise ValueError(f"step costs must be seconds (the target's above 0), but are {self}")
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
@@ -96,14 +96,14 @@ class StepCosts:
         return max(self.target_verify) - 1
 
     def draft(self, tokens: float | Floats) -> Floats:
-        """Seconds of a draft of so many tokens; none takes none."""
+        """Seconds of a draft of this number of tokens; 0 for 0 tokens."""
         block = self.draft_block * np.minimum(tokens, 1.0)
         return np.asarray(block + self.draft_step * np.asarray(tokens), dtype=np.float64)
 
     def verify(self, tokens: float | Floats) -> Floats:
-        """Seconds of a target call on so many tokens, interpolated between timed widths.
+        """Seconds of a target call on this number of tokens, interpolated between timed widths.
 
-        Raises ValueError for a width beyond the widest one timed.
+        Raises ValueError for more tokens than were timed.
         """
         widths = np.array(sorted(self.target_verify), dtype=np.float64)
         widest = float(np.max(tokens))
@@ -116,7 +116,7 @@ class StepCosts:
         return np.asarray(np.interp(tokens, widths, seconds), dtype=np.float64)
 
 
-# Fields of a draft in the report that only the reference decoder can measure, with the reasons.
+# Fields of a draft's report that only the reference decoder can measure, and why others cannot.
 REFERENCE_ONLY = {
     **dict.fromkeys(("alpha", "atlas"), "it gives no distributions: see --engine torch"),
     **dict.fromkeys(
@@ -128,12 +128,12 @@ REFERENCE_ONLY = {
 
 @dataclass(frozen=True)
 class DraftLog:
-    """One draft on the prompts of a run; `runs` and `baseline` are interleaved, prompt by prompt.
+    """One draft on the prompts of a run; `runs` and `baseline` have the same prompts.
 
-    What an engine cannot measure is None, and `missing` has the reason by report field.
+    A field that an engine cannot measure is None; `missing` has the reason by report field.
     gamma: the draft length chosen for this draft. memory: {target_bytes, draft_bytes,
-    kv_bytes_per_token: {target, draft}} in the form measured. lossless: the output check.
-    by_load: points of eval/engines/load.py. counters: a server's.
+    kv_bytes_per_token: {target, draft}} of the checkpoints measured. lossless: fields of a
+    `Ledger`. by_load: from eval/engines/load.py. counters: of a server.
     """
 
     name: str
@@ -156,12 +156,11 @@ class DraftLog:
 
 @dataclass(frozen=True)
 class RunLog:
-    """What all drafts of a run have in common; decoding and prompts as in the report.
+    """What all drafts of a run have in common. decoding, prompts, environment: as in the report.
 
-    over_stock_generate: tokens/s of the baseline over stock `generate`, {mean, ci95, n}; None where
-    the baseline is stock. spell: the bytes of a token id. special: ids that have no text.
-    target_quantization: that of the target's GGUF file; None for whole weights. environment: fields
-    of the report's `environment`.
+    over_stock_generate: `Measured` tokens/s of the baseline / tokens/s of transformers' `generate`;
+    None outside the reference decoder. spell: returns the bytes of a token id. special: ids of
+    special tokens. target_quantization: type of the target's GGUF file; None for other files.
     """
 
     target: str

@@ -1,4 +1,4 @@
-"""What is timed: prompts in turns with and without each draft, and single steps."""
+"""Times prompts with and without each draft, and single steps."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from eval.prompts import Prompt, PromptSet
 
 COST_REPEATS = 30  # rounds in which all steps are timed
 WARM_UP_ROUNDS = 3
-STOCK_PROMPTS = 10  # the fewest that give an interval
+STOCK_PROMPTS = 10  # the fewest prompts that give an interval
 STOCK_TOKENS = 24
 WARM_UP_TOKENS = 8
-TUNING_TOKENS = 128  # of an output, on which draft lengths are compared
+TUNING_TOKENS = 128  # the most tokens of an output on which a draft length is chosen
 
 
 class Contender(NamedTuple):
@@ -48,10 +48,10 @@ def step_costs(
     sampling: Sampling,
     repeats: int = COST_REPEATS,
 ) -> list[StepCosts]:
-    """Median seconds of isolated steps at one context length, of each drafter beside one target.
+    """The step costs of each drafter with one target, at one context length.
 
-    A step is what the decoder does for it: forward, head, and the choice of a token. All steps are
-    timed once a round. The step of each draft follows a call of the target, as in decoding.
+    A step is forward, head, and the choice of a token, as in decoding. Each round times all steps
+    once. Steps of target and drafts alternate as far as possible, as in decoding.
     """
     synchronise = torch.cuda.synchronize if target.device.type == "cuda" else lambda: None
     steps: dict[tuple[str, int], Callable[[], None]] = {}
@@ -79,9 +79,9 @@ def step_costs(
     costs = []
     for number in range(len(drafters)):
         token, once = median["draft", number], 0.0
-        if ("block", number) in median:  # in a parallel draft one more token is one more column
+        if ("block", number) in median:  # a parallel draft's time grows by a column per token
             longest = median["block", number]
-            # noise can make the shorter draft the dearer one; no part of its time is below 0
+            # noise can make the shorter draft slower, but no part of its time may be below 0
             column = max(
                 0.0, min((longest - token) / max(1, longest_draft - 1), longest / longest_draft)
             )
@@ -98,16 +98,16 @@ def fastest_length(
     costs: StepCosts,
     longest: int,
 ) -> int:
-    """The draft length with the most tokens per second, by acceptance by position and step costs.
+    """The draft length up to `longest` with the most tokens per second, from the step costs.
 
-    The prompts are decoded once with drafts of the `longest` length. A shorter draft accepts the
-    same tokens up to its own length. That holds for token-by-token verification, which is
-    therefore used; block verification accepts no less.
+    The prompts are decoded once with drafts of the `longest` length. With token-by-token
+    verification, a shorter draft accepts the same tokens up to its length, so this rule is used
+    here. Block verification accepts as many tokens or more.
     """
     decoding = dataclasses.replace(
         decoding, rule="token", max_new_tokens=min(decoding.max_new_tokens, TUNING_TOKENS)
     )
-    steps: list[tuple[int, int, bool]] = []  # tokens drafted, accepted, and whether they were free
+    steps: list[tuple[int, int, bool]] = []  # tokens drafted and accepted, and whether free
     tuning = list(zip(prompts.prompts, prompts.ids, strict=True))
     for prompt, ids in tqdm(tuning, desc="choose draft length", unit="prompt"):
         run = decode(target.decoder, drafter, prompt, ids, decoding, longest)
@@ -129,9 +129,9 @@ def fastest_length(
 def decode_undisturbed(
     target: Decoder, contender: Contender, prompt: Prompt, ids: list[int]
 ) -> PromptRun:
-    """`decode`, again where CUDA graphs were recorded meanwhile, because recording takes time.
+    """`decode`, repeated until no CUDA graph is recorded meanwhile, because recording takes time.
 
-    The same prompt needs the same graphs, so the second time they are there.
+    The same prompt needs the same graphs, so a second run finds them recorded.
     """
     drafter, draft_length, decoding = contender
     while True:
@@ -150,7 +150,7 @@ def decode_in_turns(
 ) -> list[list[PromptRun]]:
     """Every prompt decoded by every contender: runs [contenders][prompts].
 
-    enough: whether the other prompts are left out after so many.
+    enough: called with the number of decoded prompts; if true, the other prompts are left out.
     """
     rows = list(zip(prompts.prompts, prompts.ids, strict=True))
     for contender in contenders:  # warm-up, not counted
@@ -168,9 +168,9 @@ def in_turns(
     stage: str,
     enough: Callable[[int], bool] = lambda measured: False,
 ) -> list[list[PromptRun]]:
-    """Each (prompt, ids) decoded by each decoder [decoders][prompts], prompt by prompt.
+    """Each (prompt, ids) decoded by each decoder, prompt by prompt: runs [decoders][prompts].
 
-    The order rotates from prompt to prompt, so that no decoder always runs on a cool machine.
+    The order of the decoders rotates, so that no decoder always runs on a cool machine.
     """
 
     def measure(turn: int, row: tuple[Prompt, list[int]]) -> list[PromptRun]:
@@ -189,10 +189,10 @@ def in_turns(
 def over_stock_generate(
     target: Target, prompts: PromptSet, decoding: Decoding
 ) -> list[tuple[float, ...]]:
-    """Our baseline beside transformers' `generate` on the same model, in turns.
+    """Times the baseline and transformers' `generate` on the same model, prompt by prompt.
 
-    For each prompt: tokens and seconds of ours, tokens and seconds of stock. Both are greedy,
-    because the cost of a step hardly depends on how its token is chosen.
+    Returns a row per prompt: tokens and seconds of the baseline, tokens and seconds of `generate`.
+    Both are greedy, because the choice of a token hardly changes the time of a step.
     """
     new_tokens = min(decoding.max_new_tokens, STOCK_TOKENS)
     greedy = Decoding(Sampling(), decoding.stops, new_tokens, decoding.seed)

@@ -283,5 +283,5 @@ def test_logits_that_are_no_numbers(folder, tmp_path, capsys, broken):
     drafts = ("--draft", f"tuned={tmp_path / 'models' / 'draft'}", "--gamma", "1")
     assert run(tmp_path / "models", tmp_path, *drafts) == 2
     name = "tuned" if broken == "draft" else str(tmp_path / "models" / "target")
-    assert f"error: {name} gives NaN or infinite logits in float32" in capsys.readouterr().err
+    assert f"error: {name} computes NaN or infinite logits in float32" in capsys.readouterr().err
     assert not (tmp_path / "report").exists()

@@ -318,7 +318,7 @@ def test_nothing_to_measure_is_an_error(call):
     ("runs", "baseline"), [("a", "b"), ("a", "ab"), ("ab", "a"), ("aa", "aa"), ("aa", "a")]
 )
 def test_other_prompts_in_the_baseline_and_double_ones_are_an_error(runs, baseline):
-    with pytest.raises(ValueError, match="not of the same prompts"):
+    with pytest.raises(ValueError, match="different prompts"):
         prompt_table(list(map(make_run, runs)), list(map(make_baseline, baseline)))
 
 

@@ -125,7 +125,7 @@ def test_every_field_of_the_contract_is_there_and_needed(data, read):
         ("drafts.tuned.alpha.mean", 1.2, "alpha.mean"),
         ("drafts.tuned.alpha.mean", "0.5", "alpha.mean"),
         ("drafts.tuned.alpha", 0.6, "drafts.tuned.alpha"),
-        ("drafts.tuned.alpha.ci95", [0.7, 0.5], "ci95 runs backwards"),
+        ("drafts.tuned.alpha.ci95", [0.7, 0.5], r"ci95 is \[0.7, 0.5\]"),
         ("drafts.tuned.alpha.ci95", [0.5], r"ci95\[1\]"),
         ("drafts.tuned.alpha.n", 0, "alpha.n"),
         ("drafts.tuned.per_position", [], "per_position"),
