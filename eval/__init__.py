@@ -1,1 +1,1 @@
-"""Speculative decoding, what it is worth, and the report that says so."""
+"""Speculative decoding: the reference decoder, measurements and reports."""

@@ -1,1 +1,1 @@
-"""Engines other than our own decoder, measured from outside."""
+"""Measures engines other than the reference decoder from outside."""

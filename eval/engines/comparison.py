@@ -1,8 +1,8 @@
-"""An engine with each draft and without one, on the same prompts and in fair order.
+"""Compares an engine with each draft and without a draft, on the same prompts and in a fair order.
 
-A machine that slows down steadily favours nobody: contenders that run at once take turns; of
-servers that are started one at a time, each does half of the work and, in the opposite order, the
-other half.
+The order is fair on a machine that slows down steadily. Contenders that run at the same time take
+turns at each prompt. Servers that are started one at a time do half of the work in order, and the
+other half in the opposite order.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from eval.reporting.fields import Report
 
 
 class Response(NamedTuple):
-    """An engine's output to one prompt.
+    """An engine's output for one prompt.
 
-    run: tokens and times; of a server, not what was drafted. prompt_ids: empty where a server does
-    not tell them. ended: an end-of-text token ended it. counters: a server's counts of speculation
-    meanwhile; None where it has none.
+    run: tokens and times; drafted and accepted tokens are 0 for a server. prompt_ids: empty if a
+    server does not return them. ended: whether a stop token ended the output. counters: a server's
+    counts of speculation for this output; None if it has none.
     """
 
     run: PromptRun
@@ -42,9 +42,9 @@ class Response(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The output to a prompt, and the greedy one: losslessness is always measured so.
+    """The timed output for a prompt, and the greedy output for the output check.
 
-    reading: what `read` gave for the greedy one.
+    reading: the result of `Engine.read` for the greedy output, or None.
     """
 
     timed: Response
@@ -53,30 +53,31 @@ class Output(NamedTuple):
 
 
 class Engine(Protocol):
-    """The target as an engine runs it, alone or with a draft."""
+    """An engine that runs the target, alone or with a draft."""
 
     def decode(self, prompt: Prompt, decoding: Decoding) -> Response:
-        """The output to one prompt, while nothing else is decoded."""
+        """The output for one prompt, while nothing else is decoded."""
 
     def read(self, greedy: Response) -> Any:
-        """What `explain` needs of a greedy output that diverges."""
+        """The data that `explain` needs about a greedy output of this engine that diverges."""
 
     def explain(
         self, plain: Response, drafted: Output, position: int, greedy: Decoding
     ) -> dict[str, Any]:
-        """Fields of a `Divergence`: is it a tie? plain: the greedy output of this engine, which has
-        no draft. position: the first token that differs.
+        """Fields of a `Divergence` that say whether it is a near-tie.
+
+        plain: the greedy output of this engine, which has no draft. position: of the divergence.
         """
 
 
 @dataclass(eq=False)
 class Contender:
-    """The engine alone or with one draft, and what it has decoded so far.
+    """The engine alone or with one draft, and its results so far.
 
-    running: a context in which it runs. name: of the draft. facts: fields of its DraftLog that are
-    known before. outputs: by number of the prompt. rounds: by number. divergences: by prompt, as
-    far as the baseline has judged them. failures: why its "prompts" or its "rounds" ended early;
-    what it decoded before stays.
+    running: returns a context in which the engine runs. name: the draft's; "" for the baseline.
+    facts: fields of the DraftLog that are known in advance. outputs, divergences: by number of the
+    prompt; divergences are explained ones. rounds: by number of the round. failures: why the
+    "prompts" or the "rounds" ended early; earlier results are kept.
     """
 
     running: Callable[[], AbstractContextManager[Engine]]
@@ -89,14 +90,14 @@ class Contender:
 
 
 def runs_already(engine: Engine) -> Callable[[], AbstractContextManager[Engine]]:
-    """`running` of an engine that is not started here."""
+    """`running` for an engine that is not started here."""
     return lambda: nullcontext(engine)
 
 
 class Visit(NamedTuple):
-    """What a contender does in one go, by number: these prompts, then these rounds.
+    """The work of a contender in one `running` context: prompts, then rounds, by number.
 
-    judges: after its prompts the baseline explains where drafted outputs diverge from its own.
+    judges: after the prompts, the contender (the baseline) explains the divergences of all drafts.
     """
 
     contender: int  # 0: the baseline
@@ -106,7 +107,7 @@ class Visit(NamedTuple):
 
 
 def take_turns(contenders: int, prompts: int, rounds: int) -> Iterator[Visit]:
-    """All run at once: each prompt, and each round, has another contender first."""
+    """Visits of contenders that run at the same time; the first one changes with each prompt."""
     orders = [[*range(first, contenders), *range(first)] for first in range(contenders)]
     yield from (Visit(c, [i], []) for i in range(prompts) for c in orders[i % contenders])
     yield Visit(0, [], [], judges=True)
@@ -114,7 +115,10 @@ def take_turns(contenders: int, prompts: int, rounds: int) -> Iterator[Visit]:
 
 
 def there_and_back(contenders: int, prompts: int, rounds: int) -> Iterator[Visit]:
-    """One runs at a time: A B C, each with half of the work, then C B A."""
+    """The visits of contenders that run one at a time: A B C with half of the work, then C B A.
+
+    The last contender does all its work in one visit.
+    """
     last = contenders - 1
     (p0, p1), (r0, r1) = ((range(count)[0::2], range(count)[1::2]) for count in (prompts, rounds))
     yield from (Visit(c, p0, r0) for c in range(last))
@@ -123,7 +127,7 @@ def there_and_back(contenders: int, prompts: int, rounds: int) -> Iterator[Visit
 
 
 class Comparison:
-    """The baseline and contenders with a draft on the same prompts, and at the same loads."""
+    """The baseline and contenders with a draft, on the same prompts and at the same concurrency."""
 
     def __init__(
         self,
@@ -133,8 +137,8 @@ class Comparison:
         loads: Sequence[int] = (),
         text_of: Callable[[list[int]], str] = lambda ids: f"token {ids[0]}" if ids else "end",
     ) -> None:
-        """contenders: the baseline first. loads: numbers of requests at a time. text_of: the text
-        of a token, or of none where an output ends.
+        """contenders: the baseline first. loads: levels of concurrency. text_of: the text of one
+        token id, or of no id if an output ends.
         """
         self.baseline, *self.drafting = contenders
         self.prompts, self.decoding, self.loads, self.text_of = prompts, decoding, loads, text_of
@@ -142,7 +146,7 @@ class Comparison:
         self.rounds = [asked for load in loads for asked in load_rounds(prompts.prompts, load)]
 
     def run(self, order: Callable[[int, int, int], Iterator[Visit]]) -> None:
-        """All visits in this order, as far as the contenders work."""
+        """Make all visits in this order, without the work of contenders that failed."""
         contenders = [self.baseline, *self.drafting]
         work = len(self.prompts.prompts), len(self.rounds)
         with tqdm(total=len(contenders) * sum(work), desc="compared", unit="task") as bar:
@@ -150,7 +154,7 @@ class Comparison:
                 contender, prompts = contenders[visit.contender], visit.prompts
                 if "prompts" in contender.failures:
                     prompts = []
-                elif "prompts" in self.baseline.failures:  # nothing to compare an output with
+                elif "prompts" in self.baseline.failures:  # outputs need a baseline's output
                     prompts = [i for i in prompts if i in self.baseline.outputs]
                 failed = contender.failures or self.baseline.failures
                 rounds = [] if failed else visit.rounds
@@ -164,12 +168,12 @@ class Comparison:
         return sorted(self.baseline.outputs.keys() & contender.outputs.keys())
 
     def failure(self, contender: Contender) -> str:
-        """Why the prompts of this contender end; empty where they do not."""
+        """Why this contender or the baseline did not decode all prompts; "" if both did."""
         baseline = self.baseline.failures.get("prompts", "")
         return contender.failures.get("prompts", baseline)
 
     def divergent(self, contender: Contender) -> list[dict[str, Any]]:
-        """The ledger's entries: where its greedy outputs diverge from the baseline's."""
+        """The fields of a `Divergence` for each greedy output that differs from the baseline's."""
         unjudged = {"why": f"not explained: {self.failure(self.baseline)}"}
         return [
             contender.divergences.get(i, entry | unjudged)
@@ -178,7 +182,7 @@ class Comparison:
         ]
 
     def by_load(self, contender: Contender) -> tuple[list[dict[str, Any]], str]:
-        """The LoadPoints at loads with all rounds, and why other loads have none."""
+        """The `LoadPoint`s of loads whose rounds are complete, and why others are not complete."""
         points = []
         for load in self.loads:
             numbers = [i for i, asked in enumerate(self.rounds) if asked.load == load]
@@ -189,7 +193,7 @@ class Comparison:
         return points, contender.failures.get("rounds", baseline)
 
     def log(self, contender: Contender) -> DraftLog:
-        """The log of a draft on the prompts that it and the baseline decoded."""
+        """The log of a draft on the prompts that the contender and the baseline decoded."""
         pairs = self.pairs(contender)
         plain, drafted = (
             [side.outputs[i].timed.run for i in pairs] for side in (self.baseline, contender)
@@ -215,10 +219,10 @@ class Comparison:
         stop_tokens: int | None,
         **facts: Any,
     ) -> Report:
-        """The report of these logs; `failures` of its provenance names the drafts that failed.
+        """The report of these logs; provenance.failures names drafts that failed, with the reason.
 
-        rule: how the engine verifies sampled tokens. stop_tokens: how many it knows; None: not
-        told. facts: fields of a RunLog. Raises ServerError where there is no log.
+        rule: the engine's verification of sampled tokens. stop_tokens: their number; None: unknown.
+        facts: fields of a RunLog. Raises ServerError if there is no log.
         """
         failed = {draft.name: self.failure(draft) for draft in self.drafting}
         failures = "; ".join(f"{name} {failure}" for name, failure in failed.items() if failure)
@@ -258,7 +262,7 @@ class Comparison:
                         contender.outputs[number] = self._output(contender, engine, number)
                         bar.update()
                 finally:
-                    if visit.judges:  # also what was decoded before a failure
+                    if visit.judges:  # after a failure, too, for the outputs decoded before
                         self._judge(engine)
                 stage = "rounds"
                 for number in visit.rounds:
@@ -266,7 +270,7 @@ class Comparison:
                     timed = timed_round(engine, self.rounds[number], self.decoding)
                     contender.rounds[number] = timed
                     bar.update()
-        except ServerError as error:  # the context may have said more of it
+        except ServerError as error:  # here, because `running` may add to the error
             contender.failures.setdefault(stage, f"{doing}{error}")
 
     def _output(self, contender: Contender, engine: Engine, number: int) -> Output:
@@ -285,13 +289,13 @@ class Comparison:
                 if entry := self._divergence(contender, i):
                     plain, drafted = self.baseline.outputs[i].greedy, contender.outputs[i]
                     position = entry["position"]
-                    # an output that merely ends earlier is never a tie
+                    # an output that is only cut short has no second token, so it is a mismatch
                     if position < min(len(plain.run.tokens), len(drafted.greedy.run.tokens)):
                         entry |= engine.explain(plain, drafted, position, self.greedy)
                     contender.divergences[i] = entry
 
     def _divergence(self, contender: Contender, number: int) -> dict[str, Any] | None:
-        """The entry of two greedy outputs that differ, not explained yet; None where they agree."""
+        """The fields of a `Divergence`, not explained yet; None if the outputs are equal."""
         plain, drafted = (c.outputs[number].greedy.run for c in (self.baseline, contender))
         if plain.tokens == drafted.tokens:
             return None

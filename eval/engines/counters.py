@@ -1,6 +1,6 @@
-"""vLLM's counters of speculation, vllm:spec_decode_* of its Prometheus page /metrics.
+"""vLLM's counters of speculation: vllm:spec_decode_* on its Prometheus page /metrics.
 
-They count from the start of an engine's process (docs.vllm.ai).
+The counters start at 0 with an engine's process (docs.vllm.ai).
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ COUNTER = re.compile(
     re.MULTILINE,
 )
 POSITION = re.compile(r',?position="(\d+)"')
-STARTED = "drafts_created"  # its value is a time: when the process began to count
+STARTED = "drafts_created"  # not a count: its value is the time at which the process started
 
-# (name of the counter, position, labels of the engine) -> count
+# (name of the counter, position in the draft, labels of the engine) -> count
 Series = dict[tuple[str, int, str], float]
 
 
 class CountersError(ValueError):
-    """Counts that cannot be read or subtracted: says where, why, and what to do."""
+    """Counters that cannot be read or subtracted."""
 
 
 def read_series(text: str) -> Series:
-    """The counters of a Prometheus exposition, of each engine by itself; empty if it has none."""
+    """The counters of each engine on a Prometheus page; empty if it has none.
+
+    Raises CountersError for a value that is not a number.
+    """
     series: Series = defaultdict(float)
     for match in COUNTER.finditer(text):
         position = POSITION.search(match["labels"] or "")
@@ -38,13 +41,13 @@ def read_series(text: str) -> Series:
             series[key] += float(match["value"])
         except ValueError:
             raise CountersError(
-                f"{match[0]!r} holds no number; give a page of vLLM's /metrics as it is."
+                f"The line {match[0]!r} has no number; give an unchanged page of vLLM's /metrics."
             ) from None
     return dict(series)
 
 
 def total(series: Series) -> Speculation | None:
-    """The counts of all engines together; None where a counter is missing."""
+    """The sum of all engines' counts; None if a counter is missing."""
     sums: dict[tuple[str, int], float] = {}
     for (name, position, _), value in series.items():
         sums[name, position] = sums.get((name, position), 0.0) + value
@@ -59,17 +62,16 @@ def total(series: Series) -> Speculation | None:
 def growth(before: Series, now: Series) -> Series:
     """The counts between two readings.
 
-    An engine whose process started after the first reading, or with a counter that fell, counts
-    from 0. Raises CountersError if its process started before that of the first reading: then
-    another replica was read.
+    An engine that was restarted (a later start, or a counter that fell) is counted from 0. Raises
+    CountersError if a process is older than in the first reading, because another replica was read.
     """
     restarted = set()
     for key, value in before.items():
         counted = now.get(key, value if key[0] == STARTED else 0.0)
         if key[0] == STARTED and counted < value:
             raise CountersError(
-                "These counters are of an older process than the earlier reading, so another "
-                "replica was read; read one replica's /metrics, with a file for each."
+                "These counters come from an older process than the earlier reading, so they are "
+                "of another replica. Read each replica's /metrics by itself, with its own file."
             )
         if counted < value or (key[0] == STARTED and counted > value):
             restarted.add(key[2])
@@ -81,7 +83,7 @@ def growth(before: Series, now: Series) -> Series:
 
 
 def between(before: Series, now: Series) -> Speculation | None:
-    """The total between two readings; None without counters, or where replicas take turns."""
+    """The total between two readings; None without counters, or if another replica was read."""
     try:
         return total(growth(before, now)) if before else None
     except CountersError:

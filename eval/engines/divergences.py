@@ -1,9 +1,9 @@
-"""Whether two servers' greedy outputs diverge at a tie, by the servers' own log-probabilities.
+"""Whether two servers' greedy outputs diverge at a near-tie, by the servers' log-probabilities.
 
-Servers give no fp32 to ask, and the one that drafts cannot be its own judge. So the server without
-a draft judges: it writes its output again, a token a forward, and reads the same output in one
-forward; what the two differ by at most is the error of its forwards. Then it reads the output with
-the draft, as the server that wrote that output does.
+A server cannot be asked for fp32 logits, and the server with a draft is not trusted to judge its
+own output. So the server without a draft is the judge. It generates its output again, one token per
+forward, and reads the same output in one forward; the largest difference of the two is the error of
+its forwards. Then both servers read the output with the draft.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 from eval.engines.server import UNPENALISED, Server, ServerError, token_ids
 
-TOP = 5  # log-probabilities asked for at each token; every such server gives as many
-# Nats, whatever the error is. bf16 logits of 32 to 64 stand 0.25 apart; in honest outputs gaps of
-# up to three such steps were seen (docs/metrics.md).
+TOP = 5  # log-probabilities that are requested at each token; all such servers return 5
+# The largest gap of a near-tie in nats, for any error. bf16 logits between 32 and 64 are 0.25
+# apart; gaps of up to three such steps were seen in verified outputs (docs/metrics.md).
 WIDEST_TIE = 1.0
 
-# Token id -> log-probability, of the likeliest tokens at a position and of the one that is there.
+# Token id -> log-probability, of the likeliest tokens at a position and of its actual token.
 Logprobs = dict[int, float]
 
 
@@ -29,15 +29,15 @@ def explain(
     outputs: tuple[list[int], list[int]],
     at: int,
 ) -> dict[str, Any]:
-    """`{gap, error, tie, why}` of a `Divergence`, in nats: outputs diverge at token number `at`.
+    """`{gap, error, tie, why}` of a `Divergence`, in nats. at: index of the first other token.
 
-    judge: the server without a draft. drafting: `read_output` of the other one, for its own output.
-    outputs: the judge's, and that one.
+    judge: the server without a draft. drafting: `read_output` of the server with the draft, for its
+    own output. outputs: the judge's output, then the other server's.
 
-    A tie: both servers see the two tokens no further apart than twice the judge's error, and to the
-    judge every token of the drafted output from there on is as near to the likeliest one. So a
-    draft that is not verified is found even if the outputs diverge at a tie first, and nothing that
-    `drafting` says can widen what passes.
+    Near-tie: for both servers, the gap between the two tokens is at most twice the judge's error
+    and at most WIDEST_TIE; for the judge, every later token of the drafted output is as close to
+    the likeliest token. So an output that was not verified is found even if it diverges at a
+    near-tie first. `drafting` cannot make the bounds wider.
     """
     if isinstance(drafting, str):
         return {"why": f"not explained: {drafting}"}
@@ -68,7 +68,7 @@ def explain(
 
 
 def read_output(server: Server, prompt: list[int], output: list[int]) -> list[Logprobs] | str:
-    """At each token of an output, as one forward reads it after the prompt; or why not."""
+    """The Logprobs at each token of an output, from one forward after the prompt; or why not."""
     if not prompt:
         return "the server did not tell the prompt's token ids"
     try:
@@ -78,18 +78,18 @@ def read_output(server: Server, prompt: list[int], output: list[int]) -> list[Lo
 
 
 def _read(server: Server, prompt: list[int], output: list[int]) -> list[Logprobs]:
-    # the server must write one token after it, which is ignored
+    # max_tokens=1, because servers generate at least one token; it is ignored
     tokens, logprobs = _asked(server, prompt + output, max_tokens=1, echo=True)
     positions = slice(len(prompt), len(prompt) + len(output))
     if tokens[positions] != output:
-        raise ServerError(f"{server.url} echoes other tokens than it was sent")
+        raise ServerError(f"{server.url} returned other tokens than the request had")
     return logprobs[positions]
 
 
 def _asked(server: Server, ids: list[int], **request: Any) -> tuple[list[int], list[Logprobs]]:
-    """Tokens that the server writes after `ids`, with echo=True behind `ids`; and at each Logprobs.
+    """The tokens that the server generates after `ids` (echo=True: `ids` first), and Logprobs each.
 
-    Raises ServerError where it has none for a token; for a prompt's first nobody has.
+    Raises ServerError if a token has none; only the first token of a prompt may have none.
     """
     body = {"model": server.model, "prompt": ids, "temperature": 0.0, **UNPENALISED, **request}
     asked = {"logprobs": TOP, "return_tokens_as_token_ids": True}
@@ -109,5 +109,5 @@ def _asked(server: Server, ids: list[int], **request: Any) -> tuple[list[int], l
     except (LookupError, TypeError, AttributeError, ValueError):
         told = []
     if not told or not all(told) or len(told) < len(tokens) - request.get("echo", False):
-        raise ServerError("the server gave no log-probabilities")
+        raise ServerError("the server returned no log-probabilities")
     return tokens, logprobs

@@ -1,7 +1,7 @@
-"""What a draft is worth while a server decodes several requests at a time.
+"""The speed-up of a draft while a server decodes several requests at a time.
 
-Speculation uses compute that a target call leaves idle, and many requests leave none. Outputs are
-not compared here, because bf16 sums depend on what else is in the batch.
+Speculation uses compute that a small batch leaves idle, so the speed-up falls with concurrency.
+Outputs are not compared here, because bf16 sums depend on the other requests in the batch.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from eval.measuring.metrics import itl_ms, speedup_of
 from eval.measuring.runs import Speculation
 from eval.prompts import Prompt
 
-ROUNDS = 4  # at each load, at least
-FULL = 2  # requests of a round, in units of the load; while the last ones end, it is not full
+ROUNDS = 4  # the fewest rounds at each load
+FULL = 2  # requests of a round / load; above 1, because a round ends with fewer requests in flight
 
 
 class Round(NamedTuple):
-    """Prompts that every server decodes with `load` requests in flight."""
+    """Prompts that each server decodes with `load` requests in flight."""
 
     load: int
     prompts: Sequence[Prompt]
 
 
 class TimedRound(NamedTuple):
-    """One server's round. counters: the server's counts meanwhile; None where it has none."""
+    """One server's round. counters: the server's counts in this round; None if it has none."""
 
     runs: list[PromptRun]
     seconds: float
@@ -44,10 +44,9 @@ class TimedRound(NamedTuple):
 
 
 def load_rounds(prompts: Sequence[Prompt], load: int) -> list[Round]:
-    """The rounds at this load, each with other prompts.
+    """At least ROUNDS rounds of FULL * load requests; together they use the prompts in order.
 
-    Every prompt is asked, and at least 8 times as many requests as the load are sent; prompts
-    repeat where there are fewer.
+    If there are too few prompts, prompts repeat; prompts that do not fill a round are left out.
     """
     size = FULL * load
     count = max(ROUNDS, len(prompts) // size)
@@ -56,10 +55,7 @@ def load_rounds(prompts: Sequence[Prompt], load: int) -> list[Round]:
 
 
 def timed_round(server: Any, asked: Round, decoding: Decoding) -> TimedRound:
-    """The round at this server (eval/engines/vllm.py).
-
-    Raises ServerError for the first request that fails.
-    """
+    """The round at this server, a VllmServer. Raises ServerError if a request fails."""
     before = server.counters()
     start = time.perf_counter()
     with ThreadPoolExecutor(asked.load) as threads:
@@ -70,7 +66,7 @@ def timed_round(server: Any, asked: Round, decoding: Decoding) -> TimedRound:
 
 
 def load_point(load: int, rounds: Sequence[tuple[TimedRound, TimedRound]]) -> dict[str, Any]:
-    """A LoadPoint of the report. rounds: without the draft and with it; intervals are over them."""
+    """The fields of a `LoadPoint`. rounds: pairs without and with the draft; intervals use them."""
     rates = [
         (plain.seconds, plain.tokens, drafted.seconds, drafted.tokens) for plain, drafted in rounds
     ]

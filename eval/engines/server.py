@@ -1,4 +1,4 @@
-"""Requests to an OpenAI-compatible server, with retries and errors that name a remedy."""
+"""Requests to an OpenAI-compatible server, with retries."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from urllib.request import getproxies, proxy_bypass
 from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager, Retry
 from urllib3.exceptions import HTTPError, MaxRetryError, ReadTimeoutError
 
-API_KEY = "DRAFTSMITH_API_KEY"  # the environment variable of the key that requests carry
-TIMEOUT = 120.0  # seconds without a byte from a server
-# Five minutes in all, so that a server can be restarted. Later tries wait longer, each for a random
-# time, so that not all requests come back at once. A server's Retry-After has priority.
+API_KEY = "DRAFTSMITH_API_KEY"  # the environment variable of the key in requests
+TIMEOUT = 120.0  # most seconds without a byte from a server
+# Retries take five minutes together, so that a server can be restarted. Waiting times grow and are
+# random, so that requests do not return at the same time. A server's Retry-After has priority.
 PATIENT = Retry(
     total=10,
-    read=3,  # timeouts, or responses that broke off
+    read=3,  # timeouts and responses that broke off
     backoff_factor=1,
     backoff_max=60,
     backoff_jitter=1,
     status_forcelist=(429, 500, 502, 503, 504),
-    allowed_methods=None,  # all: a repeated completion is the same completion
-    raise_on_status=False,  # the last response is the better message
+    allowed_methods=None,  # all methods, because repeating a completion does no harm
+    raise_on_status=False,  # because the last response is the better message
     retry_after_max=300,
 )
-# A server takes options that a request omits from the checkpoint's generation config.
+# Sent with each request, because a server takes missing options from the generation config.
 UNPENALISED = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
@@ -39,16 +39,13 @@ UNPENALISED = {
 
 
 class ServerError(ValueError):
-    """A server that cannot be used: which, why, and the remedy.
-
-    status: the HTTP status of its response; None without a response.
-    """
+    """A server that cannot be used. status: the HTTP status of its response; None without one."""
 
     status: int | None = None
 
 
 class Server:
-    """One OpenAI-compatible server; `url` with or without its /v1. Threads may share it."""
+    """An OpenAI-compatible server; `url` may end in /v1. Threads may share the object."""
 
     retries = Retry(total=0, raise_on_status=False)
 
@@ -59,20 +56,20 @@ class Server:
         model: str | None = None,
         connections: int = 1,
     ) -> None:
-        """timeout: seconds without a byte. model: a name of a served model; None: the first one.
+        """timeout: most seconds without a byte. model: name of the model; None: the first served.
 
-        connections: how many are kept open.
+        connections: number of connections to keep open.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ServerError(f"{url!r} is not the address of a server; write http://HOST:PORT.")
+            raise ServerError(f"{url!r} is not an address of a server; write http://HOST:PORT.")
         self.url = url.rstrip("/").removesuffix("/v1")
         self.host, self.address = parts.hostname, parts.netloc.rpartition("@")[2]
         self.timeout = timeout
         self.asked_model = model
         self._key = os.environ.get(API_KEY, "").strip()
         if not (self._key.isascii() and self._key.isprintable()):  # urllib3's error would show it
-            raise ServerError(f"{API_KEY} has characters that a request cannot carry; correct it.")
+            raise ServerError(f"{API_KEY} has characters that a header cannot have; correct it.")
         direct = self.host in ("localhost", "127.0.0.1", "::1") or proxy_bypass(self.host)
         proxy = None if direct else getproxies().get(parts.scheme)
         self._pool = (
@@ -83,7 +80,7 @@ class Server:
     def _request(
         self, path: str, body: dict[str, Any] | None, about: str, whole: bool
     ) -> Iterator[BaseHTTPResponse]:
-        """The response, to be read within the block; errors there become a ServerError."""
+        """The response, to be read in the block. Errors in the block become a ServerError."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         if self._key:
@@ -110,10 +107,11 @@ class Server:
             try:
                 yield response
             finally:
-                response.close()  # no effect after a whole response: its connection is in the pool
+                response.close()  # no effect after a whole response, as its connection is free
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ServerError(
-                f"{self.url}{path} sent no JSON ({error}); is this an OpenAI-compatible server?"
+                f"{self.url}{path} sent no JSON ({error}); give the address of an "
+                "OpenAI-compatible server."
             ) from None
         except HTTPError as error:
             reason = error.reason if isinstance(error, MaxRetryError) else error
@@ -128,14 +126,14 @@ class Server:
     def ask(self, path: str, body: dict[str, Any] | None = None, about: str = "") -> Any:
         """The JSON response to a GET, or to a POST of `body`.
 
-        about: the request in an error, as " to prompt 3". Raises ServerError after the last retry,
-        and for an object that has a key twice.
+        about: text about the request for errors, like " to prompt 3". Raises ServerError after the
+        last retry, and for an object with two equal keys.
         """
         with self._request(path, body, about, whole=True) as response:
             return json.loads(response.data, object_pairs_hook=_unique)
 
     def stream(self, path: str, body: dict[str, Any], about: str = "") -> Iterator[Any]:
-        """The messages of a streamed response as they arrive."""
+        """Yields the JSON messages of a streamed response when they arrive."""
         with self._request(path, body, about, whole=False) as response:
             unfinished = b""
             while piece := response.read1():
@@ -145,20 +143,21 @@ class Server:
                         yield json.loads(line.removeprefix(b"data: "))
 
     def text(self, path: str) -> str:
-        """The response to a GET."""
+        """The text of the response to a GET."""
         with self._request(path, None, "", whole=True) as response:
             return response.data.decode("utf-8", "replace")
 
     @cached_property
     def models(self) -> list[dict[str, Any]]:
-        """The served models, as /v1/models lists them: `id` of each, and with vLLM `root`, …"""
+        """The served models from /v1/models: at least one, each with its `id`."""
         listed = self.ask("/v1/models")
         try:
             models = [card | {"id": str(card["id"])} for card in listed["data"]]
             return [models[0], *models[1:]]
         except (LookupError, TypeError):
             raise ServerError(
-                f"{self.url}/v1/models does not list a model; is this an OpenAI-compatible server?"
+                f"{self.url}/v1/models does not list a model; give the address of an "
+                "OpenAI-compatible server."
             ) from None
 
     @property
@@ -168,21 +167,21 @@ class Server:
 
 
 def token_ids(texts: Iterable[str]) -> list[int]:
-    """The N of each text `token_id:N`. Raises ServerError for any other text."""
+    """The ids N of texts `token_id:N`. Raises ServerError for any other text."""
     named = list(texts)
     if strange := [t for t in named if not (t[:9] == "token_id:" and t[9:].isdecimal())]:
         raise ServerError(
-            f"its tokens are texts ({strange[0]!r}), and several ids can have the same; use a "
-            "server that knows return_tokens_as_token_ids, as vLLM does"
+            f"it returned tokens as texts ({strange[0]!r}), which do not identify token ids; use a "
+            "server that supports return_tokens_as_token_ids, like vLLM"
         )
     return [int(text[9:]) for text in named]
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object. Raises ServerError if it has a key twice, because a value would be lost."""
+    """The pairs as an object. Raises ServerError for equal keys, because a value would be lost."""
     if len(dict(pairs)) < len(pairs):
         raise ServerError(
-            f"The server sent an object that has a key twice ({pairs!s:.80}…); does a "
-            f"proxy rewrite its responses?"
+            f"The server sent an object with two equal keys ({pairs!s:.80}…); connect to it "
+            f"without a proxy that changes responses."
         )
     return dict(pairs)

@@ -1,8 +1,8 @@
-"""transformers' assisted generation against its stock `generate`, on the same target.
+"""Compares transformers' assisted generation with its plain `generate`, on the same target.
 
-Both are timed as their users call them (huggingface.co/docs/transformers, "Assisted decoding"), at
-batch size 1 with a fixed draft length. What each target call drafted and emitted is read from
-outside: a streamer sees the tokens emitted, a hook the target's inputs.
+Both are timed as users call them (huggingface.co/docs/transformers, "Assisted decoding"), at batch
+size 1 with a fixed draft length. A streamer records the emitted tokens of each target call, and a
+hook records its inputs, which are the drafted tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ GAMMA_POLICY = "fixed; a drafted end of text ends a draft"
 
 
 class Draft(NamedTuple):
-    """A draft with the target's token ids. vocabulary: how its own relates to the target's."""
+    """A draft with the target's token ids. vocabulary: relation, strategy, coverage."""
 
     path: str
     model: Any
@@ -56,10 +56,10 @@ class Draft(NamedTuple):
 
 @dataclass(eq=False)
 class Assisted:
-    """`generate` of transformers as an `Engine`, assisted by a draft or not.
+    """`generate` of transformers as an `Engine`, with or without a draft (`assistant`).
 
     model, assistant: Any, because mypy cannot call the type in which transformers wraps `generate`.
-    ids: token ids by prompt id.
+    ids: token ids by prompt id. gamma: the draft length.
     """
 
     model: Any
@@ -68,10 +68,10 @@ class Assisted:
     gamma: int = 0
 
     def __post_init__(self) -> None:
-        # `generate` fills what a call leaves open from here: a checkpoint's repetition penalty, say
+        # `generate` takes missing options, such as a repetition penalty, from the checkpoint
         self.model.generation_config = GenerationConfig()
         if self.assistant is not None:
-            # a call cannot set these; the defaults draft 20 tokens, fewer when unsure
+            # a call cannot set these; by default, up to 20 tokens are drafted, fewer if unsure
             self.assistant.generation_config = GenerationConfig(
                 num_assistant_tokens=self.gamma,
                 num_assistant_tokens_schedule="constant",
@@ -79,7 +79,7 @@ class Assisted:
             )
 
     def decode(self, prompt: Prompt, decoding: Decoding) -> Response:
-        """The output, with what each speculation step drafted."""
+        """The output, with the drafted tokens of each speculation step."""
         ids = self.ids[prompt.id]
         inputs: list[Tensor] = []
         clock = _Clock()
@@ -92,7 +92,7 @@ class Assisted:
             self._generate(ids, decoding, streamer=clock)
         finally:
             hook.remove()
-        _, *emitted = clock.blocks  # the prompt comes first
+        _, *emitted = clock.blocks  # the first block is the prompt
         seconds = [end - begin for begin, end in pairwise([start, *clock.times[1:]])]
         drafted = [call[0, len(ids) if i == 0 else 1 :].tolist() for i, call in enumerate(inputs)]
         run = PromptRun.of(prompt, len(ids), seconds, emitted)
@@ -101,7 +101,7 @@ class Assisted:
 
     def _generate(self, ids: list[int], decoding: Decoding, **options: Any) -> Any:
         sampled: dict[str, Any] = asdict(decoding.sampling)
-        sampled["top_k"] = decoding.sampling.top_k or 0  # None would be 50
+        sampled["top_k"] = decoding.sampling.top_k or 0  # None would mean the default, 50
         config = GenerationConfig(
             max_new_tokens=decoding.max_new_tokens,
             do_sample=not decoding.sampling.greedy,
@@ -119,13 +119,13 @@ class Assisted:
         )
 
     def read(self, greedy: Response) -> Assisted:
-        """This engine: its logits are computed anew for a diverging token."""
+        """This engine, so that `explain` can compute logits with its draft again."""
         return self
 
     def explain(
         self, plain: Response, drafted: Output, position: int, greedy: Decoding
     ) -> dict[str, Any]:
-        """As `Engine` has it: the logits explain a tie, and it must vanish in fp32."""
+        """As in `Engine`: a near-tie by the logits, if both outputs are also equal in fp32."""
         ids, drafting = plain.prompt_ids, drafted.reading
         single, wide = (
             engine._generate(ids, greedy, output_logits=True, return_dict_in_generate=True)
@@ -153,27 +153,26 @@ class Assisted:
 def load_drafts(
     spec: str, model: Any, drafts: Mapping[str, str], dtype: torch.dtype
 ) -> dict[str, Draft]:
-    """The drafts of these specs, for the model of the target's spec.
+    """The drafts of these specs, by name. spec, model: of the target.
 
-    Raises SourceError for what cannot be read, ValueError for a draft that transformers cannot
-    use, or not without loss.
+    Raises SourceError for a draft that cannot be read, ValueError for a draft that transformers
+    cannot use without loss.
     """
     loaded = {}
-    rows = model.config.get_text_config().vocab_size  # transformers takes equal sizes
+    rows = model.config.get_text_config().vocab_size  # transformers needs equal sizes
     for name, draft in drafts.items():
         if draft == "prompt-lookup" or (Path(draft) / "compact.json").is_file():
             raise ValueError(
-                f"Draft {name!r}: {draft} is not a checkpoint that transformers loads; give the "
-                f"full-vocabulary checkpoint (the folder above compact/), or use --engine torch."
+                f"Draft {name!r}: transformers cannot load {draft}; give the full-vocabulary "
+                f"checkpoint (the folder above compact/), or use --engine torch."
             )
         vocabulary = read_vocabulary(draft)
         verdict = compare(read_vocabulary(spec), vocabulary)
         if verdict.strategy not in ("direct", "padded"):
             raise ValueError(
-                f"Draft {name!r}: its vocabulary is {verdict.relation} to the target's, and "
-                f"transformers changes the output across tokenizers. Distil the draft for this "
-                f"target (distill/train.py), or use --engine torch, which maps vocabularies "
-                f"without loss."
+                f"Draft {name!r}: its vocabulary is {verdict.relation} to the target's, so "
+                f"transformers would change the output. Distil the draft for this target "
+                f"(distill/train.py), or use --engine torch, which maps vocabularies without loss."
             )
         keys = ("relation", "strategy", "coverage")
         loaded[name] = Draft(
@@ -194,9 +193,9 @@ def measure_assisted(
     provenance: dict[str, Any],
     text_of: Callable[[list[int]], str],
 ) -> Report:
-    """The report of every draft against the target alone, both in transformers, in turns.
+    """The report of every draft, compared with the target alone in transformers.
 
-    model: of the target. text_of: the text of token ids.
+    model: of the target. text_of: returns the text of token ids.
     """
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     machine = environment("transformers", transformers.__version__, model.device)
@@ -247,18 +246,18 @@ def log_steps(
     gamma: int,
     max_new_tokens: int,
 ) -> PromptRun:
-    """The run with what each speculation step drafted, and how much of it was accepted.
+    """Set the drafted and accepted tokens of each speculation step of the run; returns the run.
 
-    drafted, emitted: tokens of each target call, the prefill first; transformers drafts for it,
-    too. A drafted token was accepted where it was emitted: after a rejection the target's own token
-    is another one, also when sampled (its residual is 0 at the rejected token). gamma,
-    max_new_tokens: fewer than gamma tokens are drafted where the limit would cut the step.
+    drafted, emitted: tokens of each target call. The prefill is first; transformers drafts for it,
+    too. A drafted token was accepted if it was emitted, because the token after a rejection is
+    never the rejected one (in sampling, its residual is 0). gamma: near the limit of
+    max_new_tokens, fewer tokens are drafted.
     """
     done = run.prefill_tokens
     for i, (draft, step) in enumerate(zip(drafted[1:], emitted[1:], strict=True)):
         pairs = enumerate(zip(draft, step, strict=False))
         accepted = next((j for j, (a, b) in pairs if a != b), min(len(draft), len(step)))
-        # an accepted end of text ends the draft, and no token of the target's own follows it
+        # an accepted stop token ends the draft, and no token of the target follows
         run.drafted[i] = len(step) if accepted == len(step) else len(draft)
         run.accepted[i] = accepted
         run.last_truncated = len(draft) == max_new_tokens - done - 1 < gamma
@@ -267,7 +266,7 @@ def log_steps(
 
 
 class _Clock(BaseStreamer):
-    """The tokens of each target call, and when they were there."""
+    """Records the tokens of each target call, and the time at which they were emitted."""
 
     def __init__(self) -> None:
         self.blocks: list[list[int]] = []
@@ -283,7 +282,7 @@ class _Clock(BaseStreamer):
 
 @torch.inference_mode()
 def _kv_bytes(model: Any) -> int:
-    """Bytes that the cache takes for one token."""
+    """Bytes of one token in the cache of keys and values."""
     token = torch.ones((1, 1), dtype=torch.long, device=model.device)
     cache = model(token, use_cache=True).past_key_values
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

@@ -1,7 +1,7 @@
-"""A vLLM server, asked prompt by prompt: which tokens it emitted when, and what it drafted.
+"""A vLLM server as an engine: output tokens with their times, and counts of speculation.
 
-Outputs are streamed with token ids. What was drafted and accepted is read from /metrics before and
-after each request (counters vllm:spec_decode_*, docs.vllm.ai).
+Outputs are streamed with token ids. The counts are differences of the counters vllm:spec_decode_*
+at /metrics (docs.vllm.ai) before and after each request.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from eval.prompts import Prompt, chat_request
 
 
 class VllmServer(Server):
-    """A vLLM server as an `Engine`, with its counters of speculation."""
+    """A vLLM server as an `Engine`. `decode` and `answer` raise ServerError if a request fails."""
 
     @cached_property
     def version(self) -> str | None:
-        """vLLM's version; None where the server does not tell it."""
+        """vLLM's version; None if the server does not report it."""
         try:
             return str(self.ask("/version")["version"])
         except (ServerError, LookupError, TypeError):
             return None
 
     def counters(self) -> Series:
-        """The server's counters of speculation now; empty where it has none."""
+        """The server's counters of speculation now; empty if it has none."""
         try:
             return read_series(self.text("/metrics"))
-        except ServerError:  # speed can be measured without them
+        except ServerError:  # speed can be measured without counters
             return {}
 
     def decode(self, prompt: Prompt, decoding: Decoding) -> Response:
-        """One prompt with the growth of the counters, while the server has no other request."""
+        """The output for one prompt with its counts; the server must have no other request."""
         before = self.counters()
         response = self.answer(prompt, decoding)
         return response._replace(counters=between(before, self.counters()))
 
     def answer(self, prompt: Prompt, decoding: Decoding) -> Response:
-        """One prompt, streamed. Each message of the stream brings one speculation step."""
+        """The output for one prompt, streamed; each message with tokens is a speculation step."""
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": decoding.max_new_tokens,
@@ -72,7 +72,7 @@ class VllmServer(Server):
             if error := message.get("error"):
                 raise ServerError(f"{self.url} failed at prompt {prompt.id!r}: {error}")
             usage = message.get("usage") or usage
-            prompt_ids = message.get("prompt_token_ids") or prompt_ids  # of a chat
+            prompt_ids = message.get("prompt_token_ids") or prompt_ids  # in a chat completion
             for choice in message.get("choices", []):
                 prompt_ids = choice.get("prompt_token_ids") or prompt_ids
                 finish = choice.get("finish_reason") or finish
@@ -80,12 +80,12 @@ class VllmServer(Server):
                     steps.append(ids)
                     times.append(now)
         if finish is None:
-            raise ServerError(f"{self.url} broke off in the middle of prompt {prompt.id!r}.")
+            raise ServerError(f"{self.url} broke off in its response to prompt {prompt.id!r}.")
         sent = sum(map(len, steps))
         if not sent or sent != usage.get("completion_tokens", sent):
             raise ServerError(
-                f"{self.url} sent {sent} token ids for prompt {prompt.id!r}, of "
-                f"{usage.get('completion_tokens')} tokens; use vLLM 0.14 or later, with "
+                f"{self.url} sent {sent} token ids for prompt {prompt.id!r}, but counted "
+                f"{usage.get('completion_tokens')} tokens; use vLLM 0.14 or later, which supports "
                 f"return_token_ids."
             )
         seconds = np.diff(times).tolist()
@@ -93,12 +93,12 @@ class VllmServer(Server):
         return Response(run, prompt_ids, finish == "stop")
 
     def read(self, greedy: Response) -> list[Logprobs] | str:
-        """The log-probabilities that this server gives its own output, or why it gives none."""
+        """The log-probabilities of this server for its own output, or why there are none."""
         return read_output(self, greedy.prompt_ids, greedy.run.tokens)
 
     def explain(
         self, plain: Response, drafted: Output, position: int, greedy: Decoding
     ) -> dict[str, Any]:
-        """As `Engine` has it, by log-probabilities of this server and the one that drafts."""
+        """As in `Engine`, by log-probabilities of this server and of the server with the draft."""
         outputs = plain.run.tokens, drafted.greedy.run.tokens
         return explain(self, drafted.reading, plain.prompt_ids, outputs, position)

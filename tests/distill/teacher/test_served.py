@@ -371,7 +371,7 @@ def test_a_response_that_was_not_asked_for_is_refused(mangle, message):
 
 def test_a_key_that_stands_twice_is_refused(stand_in):
     server = stand_in(metrics='{"token_id:1": -1, "token_id:1": -2}')
-    with pytest.raises(ServerError, match="has a key twice"):
+    with pytest.raises(ServerError, match="two equal keys"):
         Server(server.url).ask("/metrics")
 
 

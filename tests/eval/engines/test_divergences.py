@@ -175,7 +175,7 @@ def test_a_server_without_logprobs_leaves_the_divergence_named(texts, side):
     silent = [{}, {}]
     silent[side] = {"silent": True}
     ledger, report = texts(Model(), *silent)
-    reason = "not explained: the server gave no log-probabilities"
+    reason = "not explained: the server returned no log-probabilities"
     assert {entry.why for entry in ledger.divergences} == {reason}
     assert ledger.unexplained == len(ledger.divergences) >= 4
     assert reason in find_warnings(report)[0].text

@@ -128,8 +128,8 @@ def test_a_server_that_fails_midway_leaves_what_was_measured(fake, fault):
     [
         ({"step": 3, "delay": 1.0}, {}, r"sent nothing for 0.3 s"),
         ({"step": 3, "dies_after": 1}, {}, r"after 0 of 3 prompts: .* broke off"),
-        ({"step": 3}, {"step": 2}, "speculates, and a baseline must not"),
-        ({"step": 3}, {"names": ["org/other"]}, "serve the same target twice"),
+        ({"step": 3}, {"step": 2}, "is the baseline, but it speculates"),
+        ({"step": 3}, {"names": ["org/other"]}, "serve one target under one name"),
         ({"step": 3, "token_ids": False}, {}, "sent 0 token ids"),
     ],
 )
