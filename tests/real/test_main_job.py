@@ -69,7 +69,9 @@ def test_the_report_is_whole_and_lossless(run):
     report = json.loads((run / "report" / "report.json").read_text())
     assert list(report["drafts"]) == ["untuned", "lookup", "tuned", "tuned+lookup"]
     pairs = [(gain["draft"], gain["over"]) for gain in report["gain"]]
-    assert pairs == [("tuned", "untuned"), ("tuned+lookup", "lookup")]
+    over_ngram = [(name, "lookup") for name in report["drafts"] if name != "lookup"]
+    assert pairs[0] == ("tuned", "untuned")
+    assert sorted(pairs[1:]) == sorted(over_ngram)
     assert report["prompts"]["in_chat_form"] == 1
     for draft in report["drafts"].values():
         assert draft["lossless"]["prompts"] == SHORT["speed_prompts"]

@@ -20,7 +20,7 @@ ROWS, TOKENS = 128, 600
 def test_padded_rows_are_never_likely():
     model, draft = load_model(SPEC, torch.float32), read_vocabulary(SPEC)
     padded = resized(model, draft, draft.count + ROWS)
-    ids = draft.encode(inspect.getsource(textwrap).encode())[:TOKENS]
+    ids = draft.tokenizer.encode(inspect.getsource(textwrap), add_special_tokens=False)[:TOKENS]
 
     def share():
         q = padded(torch.tensor([ids])).logits.softmax(-1)
