@@ -3,9 +3,9 @@
     python -m eval.drift report.json --metrics http://localhost:8000
     python -m eval.drift report.json --metrics http://localhost:8000 --since last.prom
 
-Counters are vLLM's: a server's /metrics, or a file of it (docs/serving.md). Prompts that were not
-served are measured by eval.run. Exit status: 0 as measured; 1 moved away; 2 for a bad call or
-input; 3 inconclusive so far; 4 where the server, or its counters, are not there.
+The counters come from /metrics of a vLLM server, or from a file with this page (docs/serving.md).
+Prompts that are not served can be measured with eval.run. Exit status: 0 as measured; 1 moved away;
+2 for a bad call or input; 3 inconclusive; 4 if the server does not answer or has no counters.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _read(path: Path) -> str:
 
 
 def _traffic(source: str, since: Path | None) -> tuple[Speculation, str]:
-    """What a server or a file of its page has counted, and the lines to keep for the next call."""
+    """A server's or a file's counts since the page `since`, and a server's lines for that page."""
     is_server = source.startswith(("http://", "https://"))
     if is_server:
         text = Server(source.rstrip("/").removesuffix("/metrics")).text("/metrics")
@@ -83,7 +83,7 @@ def _traffic(source: str, since: Path | None) -> tuple[Speculation, str]:
     series = read_series(text)
     if total(series) is None:
         raise NoCounters(
-            f"{source} has no counters vllm:spec_decode_*: the server has no draft, "
+            f"{source} has no counters vllm:spec_decode_*, because it has no draft, "
             "--disable-log-stats is set, or it is not vLLM. Start vLLM with --speculative-config "
             "and without --disable-log-stats."
         )
@@ -107,7 +107,7 @@ def _line(difference: Difference) -> str:
 
 
 def check_traffic(draft: DraftReport, report: Report, source: str, since: Path | None) -> int:
-    """Compare, print, and return the exit status. Raises ValueError for input of no use."""
+    """Compare, print, and return the exit status. Raises ValueError for input that is unusable."""
     promised = measured_acceptance(draft, report.engine)
     counts, page = _traffic(source, since)
     if not counts.drafts:
@@ -115,7 +115,7 @@ def check_traffic(draft: DraftReport, report: Report, source: str, since: Path |
         return INCONCLUSIVE
     differences = compare(promised, counted_acceptance(counts, promised))
     lacking = drafts_lacking(differences)
-    # where more drafts may tell they stay in the next reading: where little is served, hours add up
+    # if more drafts may decide, the file stays, so that the next call counts these drafts again
     if page and since is not None and lacking in (0, math.inf):
         with atomic_file(since) as file:
             file.write(page)
@@ -152,7 +152,7 @@ def main(argv: list[str]) -> int:
         name = args.draft or report.tuned[0]
         if name not in report.drafts:
             raise ReportError(
-                f"no draft {name!r} in this report; it has {', '.join(report.drafts)}"
+                f"the report has no draft {name!r}; name one of {', '.join(report.drafts)}"
             )
         return check_traffic(report.drafts[name], report, args.metrics, args.since)
     except (ValueError, OSError) as error:

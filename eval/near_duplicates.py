@@ -1,4 +1,4 @@
-"""Near-duplicates among texts, found exactly, and training prompts without any of evaluation."""
+"""Finds near-duplicate texts, and drops training prompts that nearly repeat evaluation prompts."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from itertools import chain
 
 from eval.prompts import Prompt
 
-SHINGLE = 5  # words
-# Scripts without spaces between words, from Thai to Han: each character counts as a word.
+SHINGLE = 5  # words in a shingle, the unit of comparison
+# In scripts without spaces between words, from Thai to Han, each character counts as a word.
 UNSPACED = "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]"
 WORD = re.compile(rf"{UNSPACED}|(?:(?!{UNSPACED})\w)+")
 NEAR_DUPLICATE = 0.5  # Jaccard similarity from which two texts are near-duplicates
-CONTAINED = 0.8  # ... or this share of the shorter one's shingles is in the other
+CONTAINED = 0.8  # share of the shorter text's shingles from which they are near-duplicates, too
 
 
 def shingles(text: str) -> frozenset[str]:
-    """The runs of SHINGLE words of a text, in lower case; a shorter text is one run."""
-    words = WORD.findall(text.lower()) or text.split()  # emoji are no words
+    """All runs of SHINGLE words of a text, in lower case; a shorter text is one run."""
+    words = WORD.findall(text.lower()) or text.split()  # a text may be emoji only
     count = max(len(words) - SHINGLE + 1, 1)
     return frozenset(" ".join(words[i : i + SHINGLE]) for i in range(count))
 
 
 class NearDuplicates:
-    """Texts that others are compared with, exactly: an index names those that share a shingle."""
+    """Texts that other texts are compared with; an index by shingle finds all candidates."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
         self.sizes: list[int] = []
@@ -42,7 +42,7 @@ class NearDuplicates:
         self.sizes.append(len(runs))
 
     def similar(self, text: str) -> Iterator[tuple[int, float, float]]:
-        """(number, Jaccard similarity, share of the shorter one) of each that shares a shingle."""
+        """(number, Jaccard similarity, shared part of the shorter text) if a shingle is shared."""
         runs = shingles(text)
         shared = Counter(chain.from_iterable(self.holders.get(run, ()) for run in runs))
         for i, count in shared.items():
@@ -50,7 +50,7 @@ class NearDuplicates:
             yield i, count / (len(runs) + size - count), count / min(len(runs), size)
 
     def closest(self, text: str) -> tuple[bool, float]:
-        """True if the text nearly duplicates one of them; and its largest Jaccard similarity."""
+        """Whether the text nearly duplicates one of the texts; its largest Jaccard similarity."""
         similar = list(self.similar(text))
         near = any(jaccard >= NEAR_DUPLICATE or share >= CONTAINED for _, jaccard, share in similar)
         return near, max((jaccard for _, jaccard, _ in similar), default=0.0)
@@ -58,10 +58,10 @@ class NearDuplicates:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The overlap of training and evaluation prompts. Training prompts that overlap are dropped.
+    """The overlap of training and evaluation prompts.
 
-    dropped: how many equalled, or nearly duplicated, an evaluation prompt. max_jaccard: of the
-    closest pair that is left.
+    dropped: number of training prompts that were dropped because they equal or nearly duplicate an
+    evaluation prompt. max_jaccard: the largest similarity of the kept training prompts.
     """
 
     dropped: int
@@ -71,7 +71,7 @@ class Overlap:
 def drop_overlap(
     prompts: Iterable[Prompt], eval_prompts: list[Prompt], limit: int | None = None
 ) -> tuple[list[Prompt], Overlap]:
-    """The first `limit` different prompts that nearly duplicate no evaluation prompt."""
+    """The first `limit` different prompts that nearly repeat no evaluation prompt; None: all."""
     held_out = NearDuplicates(p.text for p in eval_prompts)
     kept: dict[str, Prompt] = {}
     dropped, largest = 0, 0.0

@@ -1,15 +1,15 @@
-"""Prompts: read from a data set, a wheel or a user's file, and rendered to the target's token ids.
+"""Reads prompts from a data set, a PyPI package or a file, and renders them to token ids.
 
-A spec is a Hub data set (`NAME`, `NAME:SPLIT` or `NAME:CONFIG:SPLIT`, split `train` if none is
-given, of one commit, branch or tag with `NAME@REVISION`), a `pypi:` file (`align.sources`), or a
-local `.jsonl` / `.jsonl.gz` file. A row has `prompt`, completed raw, or `messages`, rendered with
-the target's chat template, with `tools` where it brings them; optionally `category`, `group`
-(prompts of one document or source share it), and `id` or `task_id`. Its other fields are ignored,
-but a row with pictures or sound is refused.
-`conversations` (`from` and `value`) and a `prompt` that is a list are messages, too; a last turn of
-the assistant is left out, since the target writes its own. `instruction` puts a `prompt` into a
-user's message. `chat_template_kwargs` (`{"enable_thinking": false}`) are for the template; a row's
-value wins over the recipe's.
+A spec is a Hub data set (`NAME`, `NAME:SPLIT` or `NAME:CONFIG:SPLIT`; the default split is `train`;
+`NAME@REVISION` selects a commit, branch or tag), a `pypi:` file (`align.sources`), or a local
+`.jsonl` / `.jsonl.gz` file. A row has a `prompt`, which is completed raw, or `messages` and perhaps
+`tools`, which are rendered with the target's chat template. Optional: `category`, `group` (shared
+by prompts of one document or source), `id` or `task_id`. Other fields are ignored, but a row with
+pictures or sound is refused.
+`conversations` (`from` and `value`) and a `prompt` that is a list are messages, too. A last turn of
+the assistant is dropped, because the target generates the response. `instruction` puts a `prompt`
+into a user's message. `chat_template_kwargs` (`{"enable_thinking": false}`) are passed to the
+template; a row's value has priority over the recipe's.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-PLACE = "{prompt}"  # in an instruction
-CODE, DOCSTRING = "{code}", "{docstring}"  # the same for a Python function to write
-INSTRUCTING = ("system", "developer")  # roles whose turn alone asks nothing
-KNOWN = ("user", "assistant", "tool")  # roles that templates know
+PLACE = "{prompt}"  # replaced by the prompt in an instruction
+CODE, DOCSTRING = "{code}", "{docstring}"  # replaced by the parts of a Python function to write
+INSTRUCTING = ("system", "developer")  # roles whose messages ask no question
+KNOWN = ("user", "assistant", "tool")  # roles that all templates render
 SPEAKERS = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
-TELLING = 40  # characters of a turn that says what is asked
+TELLING = 40  # characters; a shorter turn does not identify a prompt
 EXAMPLE = '{"prompt": "…"} or {"messages": [{"role": "…", "content": "…"}]}'
 SHOWN = ("image", "images", "image_files", "audio", "audios", "video", "videos")
 
 
 class PromptError(ValueError):
-    """Prompts that cannot be used: says where, why, and what to do."""
+    """Prompts that cannot be used."""
 
 
 @with_config(ConfigDict(extra="allow"))
 class _Turn(TypedDict):
-    """A message; transformers' templates want a call's arguments as an object, servers as JSON."""
+    """A message. A tool call's `arguments` are an object for templates, JSON text for servers."""
 
     role: str
     content: NotRequired[str | None]
@@ -75,10 +75,10 @@ class _Turn(TypedDict):
 
 def _says_or_calls(turn: dict[str, Any]) -> dict[str, Any]:
     calls = turn.get("tool_calls") or []
-    if not calls:  # templates ask whether there is a list, not whether it is empty
+    if not calls:  # templates test for the key, not for an empty list
         turn.pop("tool_calls", None)
     if turn.get("content") is None and (turn["role"] != "assistant" or not calls):
-        raise ValueError("no `content`; only an assistant's `tool_calls` need none")
+        raise ValueError("no `content`; only an assistant's message with `tool_calls` needs none")
     for call in calls:
         function = call.get("function")
         if not isinstance(function, dict) or "name" not in function:
@@ -86,26 +86,26 @@ def _says_or_calls(turn: dict[str, Any]) -> dict[str, Any]:
         if isinstance(arguments := function.get("arguments"), str):
             try:
                 function["arguments"] = json.loads(arguments or "{}") or {}
-                json.dumps(function, ensure_ascii=False).encode()  # half a character is no text
+                json.dumps(function, ensure_ascii=False).encode()  # fails for half a character
             except ValueError as error:
-                raise ValueError(f"`arguments` is {arguments!r}: no JSON ({error})") from error
+                raise ValueError(f"`arguments` is {arguments!r}, not JSON ({error})") from error
     return turn
 
 
-if TYPE_CHECKING:  # to a type checker a message is a plain dictionary
+if TYPE_CHECKING:  # for type checkers, a message is a plain dictionary
     _Message = dict[str, Any]
 else:
     _Message = Annotated[_Turn, AfterValidator(_says_or_calls)]
-# a number as a name is its text
+# a name that is a number is converted to text
 _Name = Annotated[str, BeforeValidator(lambda name: str(name) if type(name) is int else name)]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: `prompt` is completed raw, `messages` go through a chat template.
+    """One prompt: `prompt` is completed raw, `messages` are rendered with a chat template.
 
-    chat_template_kwargs: what the template reads beside the messages. tools: as JSON schemas.
-    The annotations are what a row of a file is checked against.
+    chat_template_kwargs: variables for the template. tools: JSON schemas. Rows of files are checked
+    against these annotations.
     """
 
     id: _Name
@@ -118,10 +118,10 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """The prompt without any template, as overlap is measured.
+        """The prompt's text without a template, for the measure of overlap.
 
-        For messages this is the user's last turn, because prompts of one domain may share all
-        before it. A short one ("continue.") says little, so the user's turns before it are added.
+        For messages it is the user's last turn, because prompts of one domain may share all earlier
+        turns. If this turn is short ("continue."), earlier turns of the user are added.
         """
         if self.prompt is not None:
             return self.prompt
@@ -140,9 +140,9 @@ LongPrompts = Literal["error", "drop", "truncate_left"]
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts with their token ids, and where they came from.
+    """Prompts with their token ids and their source.
 
-    overlap: training prompts that equal or nearly repeat them; None: not known.
+    overlap: number of training prompts that equal or nearly repeat a prompt; None: not known.
     """
 
     source: str
@@ -156,12 +156,12 @@ class PromptSet:
 
     @property
     def in_chat_form(self) -> float:
-        """Share of them that are messages."""
+        """The share of prompts that are messages."""
         return sum(prompt.messages is not None for prompt in self.prompts) / len(self.prompts)
 
     @property
     def chat_template_kwargs(self) -> list[dict[str, Any]]:
-        """The different settings of the prompts that are messages."""
+        """The different chat_template_kwargs of the prompts that are messages."""
         settings: list[dict[str, Any]] = []
         for prompt in self.prompts:
             setting = prompt.chat_template_kwargs or {}
@@ -170,7 +170,7 @@ class PromptSet:
         return settings
 
     def drawn(self, count: int, seed: int) -> PromptSet:
-        """`count` of them as the seed orders them: so the first few are a random draw, too."""
+        """`count` random prompts in random order, so that the first few are a random draw, too."""
         order = list(range(len(self.prompts)))
         random.Random(seed).shuffle(order)
         return self._of(order[:count])
@@ -183,7 +183,7 @@ class PromptSet:
         return self._of(range(min(count, len(self.prompts))))
 
     def after(self, count: int) -> PromptSet:
-        """All but the first `count`."""
+        """All prompts except the first `count`."""
         return self._of(range(count, len(self.prompts)))
 
     def _of(self, numbers: Iterable[int]) -> PromptSet:
@@ -193,10 +193,10 @@ class PromptSet:
 
 
 def load_prompts(spec: str, limit: int | None = None, seed: int = 0) -> list[Prompt]:
-    """The prompts that `spec` names, in their order.
+    """The prompts of a spec, in order. limit: the number of prompts to draw with the seed.
 
-    limit: only so many, drawn with the seed. Raises PromptError, which names file and line, and
-    SourceError for a file that is missing or cannot be fetched.
+    Raises PromptError with file and line, and SourceError for a file that is missing or cannot be
+    fetched.
     """
     prompts = draw(open_prompts(spec), limit, seed)
     refuse_repeated_ids(prompts, spec)
@@ -204,9 +204,9 @@ def load_prompts(spec: str, limit: int | None = None, seed: int = 0) -> list[Pro
 
 
 def open_prompts(spec: str) -> Sequence[Prompt]:
-    """The prompts that `spec` names. Raises what `load_prompts` raises.
+    """The prompts of a spec. Raises the errors of `load_prompts`, except for repeated ids.
 
-    All lines of a file are read and checked at once, each row of a data set when it is asked for.
+    All lines of a file are checked at once; a row of a data set is checked when it is used.
     """
     named = spec.startswith("pypi:") or spec.endswith((".jsonl", ".jsonl.gz"))
     prompts: Sequence[Prompt]
@@ -215,12 +215,12 @@ def open_prompts(spec: str) -> Sequence[Prompt]:
     else:
         prompts = _Rows(spec)
     if not prompts:
-        raise PromptError(f"{spec!r} holds no prompt; write one JSON object a line, as {EXAMPLE}.")
+        raise PromptError(f"{spec!r} holds no prompt; write one JSON object per line: {EXAMPLE}.")
     return prompts
 
 
 def draw(prompts: Sequence[Prompt], limit: int | None, seed: int) -> list[Prompt]:
-    """`limit` of the prompts, drawn with the seed, kept in order; all of them for None."""
+    """`limit` prompts, drawn with the seed and kept in order; None: all prompts."""
     if limit is None or limit >= len(prompts):
         return list(prompts)
     return [prompts[i] for i in sorted(random.Random(seed).sample(range(len(prompts)), limit))]
@@ -233,15 +233,15 @@ def _lines_of(path: Path, spec: str) -> list[Prompt]:
             content = gzip.decompress(content)
     except (OSError, EOFError, zlib.error) as error:
         raise PromptError(
-            f"{spec!r} cannot be read ({error}); give a whole .jsonl or .jsonl.gz file."
+            f"{spec!r} cannot be read ({error}); give a complete .jsonl or .jsonl.gz file."
         ) from error
-    # editors on Windows write a byte order mark first
+    # editors on Windows may write a byte order mark at the beginning
     lines = content.removeprefix(codecs.BOM_UTF8).split(b"\n")
     return [_parse(line, spec, number) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 class _Rows(Sequence[Prompt]):
-    """The rows of a data set of the Hub, which `datasets` keeps in memory-mapped files."""
+    """The rows of a Hub data set; `datasets` keeps them in memory-mapped files."""
 
     def __init__(self, spec: str) -> None:
         from datasets import load_dataset
@@ -253,13 +253,12 @@ class _Rows(Sequence[Prompt]):
         try:
             self.rows = load_dataset(name, config, split=split, revision=revision or None)
         except Exception as error:  # a dozen unrelated types, from ConnectionError to ValueError
-            # the configurations that there are stand in the second line
+            # the second line lists the available configurations
             reason = " ".join(str(error).splitlines()[:2]) or type(error).__name__
             raise PromptError(
-                f"Prompts {spec!r}: there is no such file here, and as a data set of the Hub it "
-                f"cannot be loaded ({reason}). Check the spelling (NAME, NAME:SPLIT or "
-                "NAME:CONFIG:SPLIT, with @REVISION after NAME for one version of it) and the "
-                "network, or give a .jsonl file."
+                f"Prompts {spec!r} is not a file here, and cannot be loaded as a Hub data set "
+                f"({reason}). Check the network and the spelling (NAME, NAME:SPLIT or "
+                "NAME:CONFIG:SPLIT, NAME@REVISION for a version), or give a .jsonl file."
             ) from error
 
     def __len__(self) -> int:
@@ -271,7 +270,7 @@ class _Rows(Sequence[Prompt]):
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without the keys that a data set gives a row because other rows have them."""
+    """The value without null fields, which a data set adds if other rows have these fields."""
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     if isinstance(value, dict):
@@ -280,15 +279,16 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _in_usual_form(row: Any, info: ValidationInfo) -> Any:
-    """A row as a prompt has it: other names of its fields, and JSON in a text, are replaced.
+    """A row with the field names of a Prompt, and with JSON text parsed.
 
-    Numbered where it has no id. `conversations` and a `prompt` that is a list become `messages`.
+    A row without an id gets its number. `conversations` and a `prompt` that is a list become
+    `messages`. Raises ValueError for pictures and sound.
     """
     if not isinstance(row, dict):
         return row
     row = {key: value for key, value in row.items() if value is not None}
     if shown := [name for name in SHOWN if row.get(name)]:
-        raise ValueError(f"`{shown[0]}` is part of the prompt, and only text is read here")
+        raise ValueError(f"`{shown[0]}` is part of the prompt, but only text can be read")
     row["id"] = row.get("id", row.get("task_id", info.context))
     prompt, turns = row.get("prompt"), row.get("messages")
     if isinstance(prompt, list) and turns is None:
@@ -298,7 +298,7 @@ def _in_usual_form(row: Any, info: ValidationInfo) -> Any:
     if turns is not None:
         row["messages"] = turns
     if isinstance(row.get("tools"), str):
-        with suppress(ValueError):  # a text that is no JSON is refused as a text
+        with suppress(ValueError):  # other text is refused later, because `tools` must be a list
             row["tools"] = json.loads(row["tools"])
     if not row.get("tools"):
         row.pop("tools", None)
@@ -315,10 +315,10 @@ def _message(turn: Any) -> Any:
 
 
 def _asks_once(prompt: Prompt) -> Prompt:
-    """The prompt without an answer that its row brings: the target gives its own."""
+    """The prompt without a response. Raises ValueError unless it is one `prompt` or `messages`."""
     turns = list(prompt.messages or [])
     first = next((turn.get("content") for turn in turns if turn["role"] == "user"), None)
-    if prompt.prompt is not None and prompt.prompt == first:  # as in UltraChat
+    if prompt.prompt is not None and prompt.prompt == first:  # UltraChat has the prompt twice
         prompt = replace(prompt, prompt=None)
     if (prompt.prompt is None) == (prompt.messages is None):
         has = "neither" if prompt.prompt is None else "both"
@@ -329,7 +329,7 @@ def _asks_once(prompt: Prompt) -> Prompt:
         turns.pop()
     asking = [turn for turn in turns if turn["role"] not in INSTRUCTING]
     if not any((turn.get("content") or "").strip() for turn in asking):
-        raise ValueError("`messages` holds nothing to answer; give a turn of the user's")
+        raise ValueError("`messages` holds nothing to answer; give a turn of the user")
     return replace(prompt, messages=turns)
 
 
@@ -339,7 +339,7 @@ _ROW: TypeAdapter[Prompt] = TypeAdapter(
 
 
 def _parse(row: bytes | dict[str, Any], spec: str, number: int) -> Prompt:
-    """The prompt of a line (numbered from 1) or of a data set's row (from 0)."""
+    """The prompt of a line (numbered from 1) or of a data set's row (numbered from 0)."""
     try:
         if isinstance(row, bytes):
             return _ROW.validate_json(row, context=number)
@@ -352,7 +352,7 @@ def _parse(row: bytes | dict[str, Any], spec: str, number: int) -> Prompt:
             reason += f", not {reprlib.repr(first['input'])}"
         kind = "line" if isinstance(row, bytes) else "row"
         raise PromptError(
-            f"{spec!r}, {kind} {number}{field}: {reason}. Write one JSON object a line, as "
+            f"{spec!r}, {kind} {number}{field}: {reason}. Write one JSON object per line: "
             f"{EXAMPLE}."
         ) from error
 
@@ -363,15 +363,14 @@ def in_chat_form(
     chat_template: object,
     template_kwargs: dict[str, Any] | None = None,
 ) -> list[Prompt]:
-    """The prompts as a target is asked that has this chat template, None for a base model.
+    """The prompts for a target with this chat template (None: a base model).
 
-    Each `prompt` becomes a user's message, the instruction with the prompt at PLACE; or, of a
-    prompt that ends in a Python function with nothing but a docstring, with its code at CODE and
-    its docstring at DOCSTRING. `messages` stay; without an instruction or a template, all stay.
-    template_kwargs: `chat_template_kwargs` of messages that bring none of these names.
-    Raises PromptError for an instruction that has no place for the prompt, for a prompt that is
-    no such function where the instruction asks for one, and for template_kwargs that no template
-    reads.
+    Each `prompt` becomes a user's message: the instruction with the prompt at PLACE. If the
+    instruction has CODE and DOCSTRING, they are replaced by the parts of the prompt (`split_task`).
+    `messages` stay unchanged; without an instruction or a template, all prompts do.
+    template_kwargs: defaults for `chat_template_kwargs` of messages.
+    Raises PromptError for an instruction without a place for the prompt, for a prompt that cannot
+    be split, and for template_kwargs if all prompts are completed raw.
     """
     asked = list(prompts)
     if instruction is not None and chat_template:
@@ -380,8 +379,8 @@ def in_chat_form(
         return asked
     if not any(prompt.messages for prompt in asked):
         raise PromptError(
-            f"chat_template_kwargs is {template_kwargs}, but all prompts are completed raw; give "
-            "`messages`, set instruction for a target that has a chat template, or leave it out."
+            f"chat_template_kwargs is {template_kwargs}, but all prompts are completed raw. Give "
+            "`messages`, set instruction for a target with a chat template, or omit it."
         )
     for i, prompt in enumerate(asked):
         if prompt.messages is not None:
@@ -399,28 +398,27 @@ def _asked(prompt: Prompt, instruction: str) -> Prompt:
         if task is None:
             raise PromptError(
                 f"Prompt {prompt.id!r} is no Python function with a docstring, but the instruction "
-                f"has {CODE} and {DOCSTRING}; write {PLACE} there."
+                f"has {CODE} and {DOCSTRING}; write {PLACE} instead."
             )
         parts = dict(zip((CODE, DOCSTRING), task, strict=True))
     elif PLACE not in instruction:
         raise PromptError(
-            f"instruction is {instruction!r} and has no place for a prompt; write {PLACE} where "
-            f"it belongs, or {CODE} and {DOCSTRING} for Python functions."
+            f"instruction is {instruction!r}, so the prompt would be missing; write {PLACE} at its "
+            f"place, or {CODE} and {DOCSTRING} for Python functions."
         )
-    # one pass: what a prompt says is never taken for a place
+    # one pass, so that `{prompt}` within a prompt is not replaced
     content = re.sub("|".join(map(re.escape, parts)), lambda place: parts[place[0]], instruction)
     return replace(prompt, prompt=None, messages=[{"role": "user", "content": content}])
 
 
 def split_task(prompt: str) -> tuple[str, str] | None:
-    """The code of a prompt without its last function's docstring, and that docstring.
+    """A prompt's code without the docstring of its last function, and this docstring.
 
-    None where the prompt does not end in a function that has nothing but a docstring; there may be
-    imports before it.
+    None if the prompt does not end in a function whose body is a docstring, after imports at most.
     """
     try:
         last = ast.parse(prompt).body[-1]
-    # no Python, a null byte, nothing but comments, nested too deeply for the parser
+    # not Python, a null byte, only comments, or nested too deeply for the parser
     except (SyntaxError, ValueError, IndexError, RecursionError, MemoryError):
         return None
     if not isinstance(last, ast.FunctionDef):
@@ -438,25 +436,25 @@ def split_task(prompt: str) -> tuple[str, str] | None:
 
 
 def refuse_repeated_ids(prompts: Iterable[Prompt], spec: str) -> None:
-    """Raise PromptError where two prompts have one id: results of two drafts are paired by it."""
+    """Raise PromptError if two prompts have the same id, because ids pair the results of drafts."""
     ids: set[str] = set()
     for prompt in prompts:
         if prompt.id in ids:
             raise PromptError(
-                f"{spec!r}: the id {prompt.id!r} stands twice; make the ids unique, or leave them "
-                "out to have the prompts numbered."
+                f"{spec!r}: the id {prompt.id!r} occurs twice; make the ids unique, or omit all "
+                "ids, so that the prompts are numbered."
             )
         ids.add(prompt.id)
 
 
 def write_prompts(path: str | Path, prompts: Iterable[Prompt]) -> None:
-    """One object a line, as `load_prompts` reads them."""
+    """Write the prompts to a file that `load_prompts` reads, one JSON object per line."""
     with atomic_file(path) as file:
         file.writelines(json.dumps(_row_of(prompt)) + "\n" for prompt in prompts)
 
 
 def prompts_sha256(prompts: Iterable[Prompt]) -> str:
-    """One hash over all their fields; it does not depend on their order."""
+    """A hash of all fields of the prompts, independent of the prompts' order."""
     digest = hashlib.sha256()
     for prompt in sorted(prompts, key=lambda prompt: prompt.id):
         digest.update(json.dumps(_row_of(prompt), sort_keys=True).encode() + b"\n")
@@ -468,11 +466,14 @@ def _row_of(prompt: Prompt) -> dict[str, Any]:
 
 
 def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of one prompt. The template writes its own BOS, so none is added before it."""
+    """The token ids of one prompt; no BOS is added to messages, because the template writes it.
+
+    Raises PromptError if the tokenizer's template cannot render the prompt completely.
+    """
     if prompt.messages is None:
         if prompt.tools:
             raise PromptError(
-                f"Prompt {prompt.id!r} has `tools`, but is completed raw; give `messages`."
+                f"Prompt {prompt.id!r} has `tools`, but it is completed raw; give `messages`."
             )
         return list(tokenizer(prompt.prompt)["input_ids"])
     if tokenizer.chat_template is None:
@@ -497,28 +498,28 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     turns = prompt.messages
     try:
         text = rendered(turns)
-    except (TemplateError, TypeError) as error:  # TypeError: null content where a text is added
+    except (TemplateError, TypeError) as error:  # TypeError: text plus null content
         raise PromptError(
             f"Prompt {prompt.id!r}: the target's chat template refuses its `messages` ({error}); "
-            "use roles in the order that the template wants."
+            "use the roles and their order that the template requires."
         ) from error
     for i, turn in enumerate(turns):
-        # a template may write a known role's text in another way, and refuse to leave it out
+        # known roles are not checked: templates may move or change such turns, or need them
         if turn["role"] in KNOWN:
             continue
         with suppress(TemplateError):
             if rendered(turns[:i] + turns[i + 1 :]) == text:
                 raise PromptError(
-                    f"Prompt {prompt.id!r}: the target's chat template leaves out the turn of role "
-                    f"{turn['role']!r}; use a role that it knows, or remove the turn."
+                    f"Prompt {prompt.id!r}: the target's chat template drops the turn of role "
+                    f"{turn['role']!r}; use a role that the template knows, or remove the turn."
                 )
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def chat_request(prompt: Prompt) -> dict[str, Any]:
-    """The request to a server that renders the messages itself, in OpenAI's chat API."""
+    """The fields of a request to OpenAI's chat API; the server renders the messages."""
     request: dict[str, Any] = {"messages": [_as_sent(turn) for turn in prompt.messages or []]}
-    if prompt.tools:  # for the template to show; a call in the answer stays text
+    if prompt.tools:  # "none": the template shows the tools, and a call in the response stays text
         request |= {"tools": prompt.tools, "tool_choice": "none"}
     if prompt.chat_template_kwargs:
         request["chat_template_kwargs"] = prompt.chat_template_kwargs
@@ -535,14 +536,14 @@ def _as_sent(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unread(prompt: Prompt, template: str) -> None:
-    """Raise PromptError for what the template would leave out without a word."""
+    """Raise PromptError for parts of the prompt that the template would silently ignore."""
     kwargs, turns = prompt.chat_template_kwargs or {}, prompt.messages or []
     calls = any(turn.get("tool_calls") for turn in turns)
     for name in [*kwargs, *["tools"] * bool(prompt.tools), *["tool_calls"] * calls]:
         if not re.search(rf"\b{re.escape(name)}\b", template):
             raise PromptError(
-                f"Prompt {prompt.id!r} has {name!r}, but the target's chat template does not read "
-                "it; correct its spelling, or remove it."
+                f"Prompt {prompt.id!r} has {name!r}, but the target's chat template does not use "
+                "it; correct the name, or remove it."
             )
 
 
@@ -555,19 +556,19 @@ def render_set(
     max_prompt_length: int | None = None,
     long_prompts: LongPrompts = "error",
 ) -> PromptSet:
-    """The prompts with their token ids. Prints how many were dropped or cut.
+    """The prompts with their token ids. Prints how many prompts were dropped or cut.
 
-    max_prompt_length: tokens of a prompt; None: what the context leaves. long_prompts: what becomes
-    of longer ones. Raises PromptError for a longer one if that is an error, for one without a
-    token, if all would be dropped, and for a max_prompt_length that leaves no room for
-    `max_new_tokens` in the context.
+    max_prompt_length: in tokens; None: context_length - max_new_tokens. long_prompts: the treatment
+    of longer prompts. Raises PromptError for a longer prompt if long_prompts is "error", for a
+    prompt without tokens, if all prompts would be dropped, and for a max_prompt_length that leaves
+    no room for `max_new_tokens` in the context.
     """
     fits = context_length - max_new_tokens
     limit = fits if max_prompt_length is None else max_prompt_length
     if limit > fits:
         raise PromptError(
-            f"max_prompt_length is {limit}, but with {max_new_tokens} tokens to generate the "
-            f"context of {context_length} has room for {fits}; lower it, or generate fewer tokens."
+            f"max_prompt_length is {limit}, but the context of {context_length} has room for "
+            f"{fits} besides {max_new_tokens} new tokens; lower one of the two numbers."
         )
     kept: list[Prompt] = []
     rendered: list[list[int]] = []
@@ -575,19 +576,19 @@ def render_set(
     for prompt in prompts:
         ids = render(prompt, tokenizer)
         if not ids:
-            raise PromptError(f"Prompt {prompt.id!r} renders to no token; remove it.")
+            raise PromptError(f"Prompt {prompt.id!r} renders to no tokens; remove it.")
         if len(ids) > limit:
             longer += 1
             if long_prompts == "error":
                 raise PromptError(
-                    f"Prompt {prompt.id!r} has {len(ids)} tokens, and {limit} are allowed "
+                    f"Prompt {prompt.id!r} has {len(ids)} tokens, but {limit} are allowed "
                     f"(max_prompt_length {max_prompt_length}, context {context_length}, "
-                    f"{max_new_tokens} to generate); raise max_prompt_length, generate fewer "
-                    "tokens, or set long_prompts to drop or truncate_left."
+                    f"max_new_tokens {max_new_tokens}). Raise max_prompt_length, lower "
+                    "max_new_tokens, or set long_prompts to drop or truncate_left."
                 )
             if long_prompts == "drop":
                 continue
-            # without its first token many a model writes nonsense
+            # many models generate nonsense without BOS, so it is kept
             opening = ids[:1] if ids[0] == tokenizer.bos_token_id else []
             ids = opening + ids[len(ids) - limit + len(opening) :]
         kept.append(prompt)
@@ -595,7 +596,7 @@ def render_set(
     if prompts and not kept:
         raise PromptError(
             f"All {len(prompts)} prompts of {source!r} are longer than {limit} tokens; raise "
-            "max_prompt_length, or give shorter ones."
+            "max_prompt_length, or give shorter prompts."
         )
     if longer:
         done = "dropped" if long_prompts == "drop" else "cut at their beginning"

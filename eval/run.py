@@ -2,18 +2,18 @@
 
     python -m eval.run --target T --draft D --prompts P --output_dir DIR
     python -m eval.run --target T --draft a=PATH --draft b=PATH --prompts P --output_dir DIR
-    python -m eval.run --target T --draft prompt-lookup --draft D …   a rival without a model
-    python -m eval.run --target T --draft lookup-first:D …   D where nothing can be looked up
-    python -m eval.run --run DIR          a training run again, from what its folder holds
+    python -m eval.run --target T --draft prompt-lookup --draft D …   compare with n-grams
+    python -m eval.run --target T --draft lookup-first:D …            n-grams, then draft D
+    python -m eval.run --run DIR                                      the drafts of a training run
     python -m eval.run --engine vllm --gamma 4 --target T --draft D --prompts P
     python -m eval.run --engine vllm --base_url URL --baseline_url URL --prompts P
-    python -m eval.run --engine vllm … --concurrency 1,4,8     at several requests at a time, too
+    python -m eval.run --engine vllm … --concurrency 1,4,8            several requests at a time
     python -m eval.run --engine transformers --gamma 3 --target T --draft D --prompts P
 
-Exit status: 0; 1 when --fail_under_alpha or --fail_under_speedup is not met by the lower bound of
-the last draft's 95% interval; 2 for input that cannot be used, and for a server that failed midway
-(what was measured by then is in the report); 130 when interrupted. With engine torch, whatever
-ended an evaluation early, the same command goes on from what it had measured.
+Exit status: 0; 1 if the lower bound of the last draft's 95% interval is below --fail_under_alpha or
+--fail_under_speedup; 2 for input that cannot be used, and for a server that failed midway (earlier
+results are in the report); 130 if interrupted. With engine torch, if an evaluation ended early, the
+same command continues it.
 """
 
 import sys
@@ -150,7 +150,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _refusals(args: argparse.Namespace) -> Iterator[str]:
-    """Why the options cannot be used together."""
+    """The reasons why the options cannot be used together."""
     engine, several = args.engine, len(args.gamma) > 1
     if args.long_prompts == "truncate_left" and args.max_prompt_length is None:
         yield "--long_prompts truncate_left needs --max_prompt_length: how much is kept"
@@ -199,11 +199,11 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _of_run(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """The defaults of a finished training run. given: the command's options, None for others."""
+    """The defaults from a finished training run. given: the command's options; others are None."""
     if not (folder / "recipe.yaml").is_file() or not (folder / "draft").is_dir():
         raise ValueError(
-            f"{folder} is not the folder of a finished training run (no recipe.yaml or no "
-            "draft/); finish the run, or give --target, --draft and --prompts."
+            f"{folder} is not the folder of a finished training run, because recipe.yaml or draft/ "
+            "is missing; finish the run, or give --target, --draft and --prompts."
         )
     recipe = YAML(typ="safe", pure=True).load(folder / "recipe.yaml")
     keys = ["target", "temperature", "top_k", "top_p", "max_new_tokens", "dtype", "instruction"]
@@ -213,21 +213,21 @@ def _of_run(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     if given.draft is None:
         tuned = folder / "draft"
         drafts = [f"untuned={recipe['draft'] or folder / 'prepared'}", f"tuned={tuned}"]
-        if given.engine != "transformers":  # it assists by checkpoints only
+        if given.engine != "transformers":  # that engine is measured with checkpoints only
             drafts.insert(1, "lookup=prompt-lookup")
-        if given.engine in (None, "torch"):  # no engine here drafts by n-grams, then by a model
+        if given.engine in (None, "torch"):  # the other engines cannot put n-grams before a draft
             drafts.append(f"tuned+lookup=lookup-first:{tuned}")
         defaults["draft"] = drafts
     if given.prompts is None:
         for option in ("instruction", "chat_template_kwargs"):
             if getattr(given, option) is not None:
                 raise ValueError(
-                    f"--{option} does nothing to the prompts of {folder}, which are kept as they "
-                    "were asked; give --prompts, or leave it out."
+                    f"--{option} does nothing to the prompts of {folder}, because they are stored "
+                    "with their instruction; give --prompts, or omit the option."
                 )
         made_by = folder / "provenance.json"
         if made_by.is_file() and "overlap" in read_json(made_by):
-            defaults["overlap"] = 0  # the run has dropped what overlapped
+            defaults["overlap"] = 0  # the run dropped training prompts that overlap
         defaults["prompts"] = str(folder / "prompts" / "eval.jsonl")
     defaults["strategy"] = read_json(folder / "vocab_check.json").get("used", "auto")
     return defaults
@@ -236,7 +236,7 @@ def _of_run(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
 def _prompt_sets(
     args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
 ) -> tuple[PromptSet, PromptSet]:
-    """Prompts to evaluate and prompts to choose gamma on, which are never the same."""
+    """Prompts to evaluate, and other prompts to choose gamma on."""
     lengths = args.max_prompt_length, args.long_prompts
     room = longest_context(config.get_text_config()) - args.max_gamma - 1
 
@@ -250,8 +250,8 @@ def _prompt_sets(
     prompts = replace(prompts, overlap=args.overlap)
     if args.tuning is not None:
         return prompts, rendered(load_prompts(str(args.tuning)))
-    # without a training run's own, some prompts choose the draft length and are not evaluated; they
-    # are drawn, since a file may be sorted by category
+    # without a training run's tuning prompts, some prompts choose the draft length and are not
+    # evaluated; they are drawn at random, because a file may be sorted by category
     aside = 0 if args.gamma else min(args.tuning_prompts, len(prompts.prompts) - 1)
     if not args.gamma and aside < 1:
         raise ValueError("One prompt cannot both choose gamma and be evaluated; give --gamma.")
@@ -260,20 +260,20 @@ def _prompt_sets(
 
 
 def _named(text: str, default: str | None = None) -> tuple[str, str]:
-    """Name and value of a [NAME=]SPEC or [NAME=]URL. default: the name of an unnamed one."""
+    """Name and value of [NAME=]SPEC or [NAME=]URL. default: the name if none is given."""
     name, equals, value = text.partition("=")
-    # a pypi: spec has == of its own, and an address may have =
+    # a pypi: spec contains ==, and an address may contain =
     if not equals or value.startswith("=") or "://" in name:
         return default or Path(text).name, text
     return name, value
 
 
 def _by_name(texts: list[str], default: str | None = None) -> dict[str, str]:
-    """The spec or address of each name. Raises ValueError for a name that is given twice."""
+    """The spec or address by name. Raises ValueError for a name that occurs twice."""
     by_name: dict[str, str] = {}
     for name, value in (_named(text, default) for text in texts):
         if name in by_name:
-            raise ValueError(f"Two drafts are called {name!r}; name them: NAME={value}.")
+            raise ValueError(f"Two drafts are called {name!r}; give one a name, as NAME={value}.")
         by_name[name] = value
     return by_name
 
@@ -309,10 +309,10 @@ def _measure_in_engine(args: argparse.Namespace) -> Report:
     """The report of transformers, or of vLLM servers that are started here."""
     use_machine()
     if args.engine == "vllm":
-        vllm_python()  # before a target is read
+        vllm_python()  # raises EngineMissing before the target is read
     tokenizer = load_tokenizer(args.target)
     evaluation, _ = _prompt_sets(args, tokenizer, load_config(args.target))
-    prompts = evaluation.drawn(args.speed_prompts, args.seed)  # as the reference decoder times
+    prompts = evaluation.drawn(args.speed_prompts, args.seed)  # the reference decoder's prompts
     drafts, made_by = _by_name(args.draft), _made_by(args)
     if args.engine == "vllm":
         lengths, decoding = args.gamma, _decoding(args)
@@ -336,9 +336,9 @@ def _measure_in_engine(args: argparse.Namespace) -> Report:
 
 
 def _measure_servers(args: argparse.Namespace) -> Report:
-    """The report of vLLM behind each --base_url, against --baseline_url."""
+    """The report of the servers at --base_url, compared with --baseline_url."""
     prompts = load_prompts(args.prompts, args.max_prompts or args.speed_prompts, args.seed)
-    # an instruction is for Instruct models alone: which template they have, the server knows
+    # an instruction implies a model with a chat template; the server applies the template
     prompts = in_chat_form(
         prompts, args.instruction, chat_template=True, template_kwargs=args.chat_template_kwargs
     )
@@ -389,7 +389,7 @@ def main(argv: list[str]) -> int:
 
 
 def gate(draft: DraftReport, alpha: float | None, speedup: float | None) -> int:
-    """1 when a lower bound of the draft's 95% intervals is under its floor, or unknown; else 0."""
+    """1 if the lower bound of a 95% interval of the draft is below its limit or unknown; else 0."""
     status = 0
     for name, floor in (("alpha", alpha), ("speedup", speedup)):
         measured = getattr(draft, name)

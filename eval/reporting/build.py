@@ -1,4 +1,4 @@
-"""From the raw logs of an evaluation to its report. Every engine fills the same logs."""
+"""Builds the report of an evaluation from its raw logs. All engines fill the same logs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eval.measuring.metrics import PromptSums, measured, prompt_table
 from eval.measuring.runs import DraftLog, RunLog, StepCosts
 from eval.reporting.fields import NGRAM, NGRAM_FIRST, SCHEMA, Report, checked
 
-# Fields that are in the logs as they are
+# Fields that are copied from the logs
 OF_RUN = "target target_quantization engine device dtype decoding prompts environment provenance"
 OF_DRAFT = "path form vocabulary gamma gamma_policy by_load lossless counters"
 
@@ -23,10 +23,10 @@ Table = Sequence[PromptSums]
 
 
 def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
-    """The whole report, checked.
+    """The checked report of a run.
 
-    Raises ValueError for a log that contradicts itself, `ReportError` where the result is not a
-    valid report.
+    Raises ValueError for a log that contradicts itself, `ReportError` if the result is not a valid
+    report.
     """
     tables = {
         draft.name: prompt_table(
@@ -55,7 +55,7 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
                 for number in metrics.COMPARED
             }
             for draft, over in compared(drafts)
-            # a server that failed has decoded fewer prompts
+            # no gain without the same prompts: a server that failed decoded fewer
             if {row.id for row in tables[draft]} == {row.id for row in tables[over]}
         ],
     }
@@ -63,11 +63,11 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
 
 
 def compared(drafts: Sequence[DraftLog]) -> list[tuple[str, str]]:
-    """Which draft is compared with which, by name.
+    """Pairs of names: a draft, and the draft that it is compared with.
 
-    Each model with the first, as the distilled draft with the base draft; then every draft with
-    n-gram speculation alone, which needs no model. Of one that was measured at several draft
-    lengths, the same length is taken.
+    Each model is compared with the first model (a distilled draft with the base draft), then every
+    draft with n-gram speculation alone. If drafts were measured at several draft lengths, those of
+    the same length are compared.
     """
     models = [draft for draft in drafts if not draft.path.startswith((NGRAM, NGRAM_FIRST))]
     first = [draft for draft in models if draft.path == models[0].path]
@@ -85,7 +85,7 @@ def compared(drafts: Sequence[DraftLog]) -> list[tuple[str, str]]:
 def _draft_block(
     log: DraftLog, table: Table, run: RunLog, shown: Sequence[str], copied: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The fields of a `DraftReport`; null where there is nothing to measure them on."""
+    """The fields of a `DraftReport`; a field without data is null and has a reason in `missing`."""
     missing, block = dict(log.missing), dict[str, Any]()
     for field, number in _numbers(log, table, run, shown, copied).items():
         if field not in missing:
@@ -106,11 +106,11 @@ def _draft_block(
 def _numbers(
     log: DraftLog, table: Table, run: RunLog, shown: Sequence[str], copied: Mapping[str, str]
 ) -> dict[str, Callable[[], Any]]:
-    """Each field of a `DraftReport` that is computed.
+    """A function for each field of a `DraftReport` that is computed.
 
-    A new number is a `Number` in eval/measuring/metrics.py, a field in fields.py, its line here,
-    and a row in tables.py. shown: the prompts of the atlas' heat map. copied: how much of each
-    prompt's response is copied.
+    A new number needs a `Number` in eval/measuring/metrics.py, a field in fields.py, a line here
+    and a row in tables.py. shown: ids of the prompts of the heat map. copied: class of the copy
+    share by prompt id.
     """
     numbers: dict[str, Callable[[], Any]] = {
         "tau": lambda: measured(metrics.MEAN_ACCEPTANCE_LENGTH, table),

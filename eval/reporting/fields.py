@@ -1,7 +1,7 @@
 """The fields of report.json (schema draftsmith-report/1), their meaning and their checks.
 
-The model of a measured quantity stands beside its measurement (eval/measuring/). Reading a report
-needs no torch. docs/metrics.md has the long definitions.
+The pydantic models of measured quantities are in eval/measuring/. Reading a report needs no torch.
+docs/metrics.md has the long definitions.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from eval.measuring.metrics import (
 from eval.measuring.output_check import Ledger
 
 SCHEMA: Final = "draftsmith-report/1"
-REFERENCE = "torch"  # the engine's name of our reference decoder
-# Paths of n-gram drafts, as eval/decoding/drafters/lookup.py has them
+REFERENCE = "torch"  # the reference decoder's engine name
+# Paths of n-gram drafts, repeated from eval/decoding/drafters/lookup.py, which imports torch
 NGRAM, NGRAM_FIRST = "prompt-lookup", "lookup-first:"
 
 
 class ReportError(ValueError):
-    """A report that lacks a field, holds a value that is no number, or contradicts itself."""
+    """A report that cannot be read, lacks a field, has a wrong value, or contradicts itself."""
 
 
 class Vocabulary(Part):
@@ -44,7 +44,7 @@ class Vocabulary(Part):
 
 
 class LoadPoint(Part):
-    """Served at one concurrency. Intervals are over rounds of requests; n is their number."""
+    """A draft at one concurrency. Intervals are over rounds of requests; n counts the rounds."""
 
     concurrency: Positive
     requests: Positive
@@ -55,7 +55,7 @@ class LoadPoint(Part):
 
 
 class Counters(Part):
-    """A server's own counters, by its own definitions."""
+    """Counts of speculation by a server, as the server defines them."""
 
     num_drafts: Count
     num_draft_tokens: Count
@@ -137,7 +137,7 @@ class DraftReport(Part):
 
     @property
     def serves_alone(self) -> bool:
-        """Whether vLLM can serve it: it does not combine n-gram speculation with a draft."""
+        """Whether vLLM can serve the draft: vLLM does not put n-gram speculation before a model."""
         return not self.path.startswith(NGRAM_FIRST)
 
     @model_validator(mode="after")
@@ -151,7 +151,7 @@ class DraftReport(Part):
 
 
 class Gain(Part):
-    """The difference of a draft's numbers to another draft's, on the same prompts."""
+    """The numbers of a draft minus the numbers of another draft, on the same prompts."""
 
     draft: str
     over: str
@@ -194,7 +194,7 @@ class PromptsUsed(Part):
 
 
 class Environment(Part):
-    """The machine and the engine. Null: not known."""
+    """The machine and the engine; null: not known."""
 
     engine: str
     engine_version: str | None
@@ -207,7 +207,7 @@ class Environment(Part):
 
 
 class HeldOutPoint(Part):
-    """The draft on prompts held out of training, at one training step."""
+    """The draft at one training step, measured on prompts held out of training."""
 
     step: Count = Field(description="0: before training")
     tokens: Count = Field(description="different tokens trained on until then")
@@ -222,7 +222,7 @@ class HeldOutCurve(Part):
 
 
 class Report(Part):
-    """What an evaluation of speculative decoding found. docs/metrics.md defines every number."""
+    """The results of an evaluation. docs/metrics.md defines every number."""
 
     schema_name: Annotated[Literal["draftsmith-report/1"], Field(alias="schema")]
     target: str
@@ -246,30 +246,30 @@ class Report(Part):
 
     @property
     def target_named(self) -> str:
-        """The target without its file's checksum, with the quantisation of a GGUF file."""
+        """The target's spec without a checksum, with the quantisation of a GGUF file."""
         quantised = self.target_quantization
         target = abridged(self.target).partition("#")[0]
         return f"{target} (GGUF {quantised})" if quantised else target
 
     @property
     def last(self) -> tuple[str, DraftReport]:
-        """The draft that was named last; its bounds decide the exit status of eval.run."""
+        """Name and numbers of the last draft, which decides the exit status of eval.run."""
         return list(self.drafts.items())[-1]
 
     @property
     def tuned(self) -> tuple[str, DraftReport]:
-        """A training run's distilled draft; of other reports the last draft."""
+        """Name and numbers of the distilled draft, or of the last draft if there is none."""
         return ("tuned", self.drafts["tuned"]) if "tuned" in self.drafts else self.last
 
     @property
     def draft_length_by_load(self) -> dict[str, list[tuple[int, int, int]]]:
-        """(first load, last load, draft length) by each draft's path, as vLLM takes them.
+        """(first load, last load, draft length) by draft's path, for vLLM's key
+        num_speculative_tokens_per_batch_size.
 
-        vLLM's key is num_speculative_tokens_per_batch_size. The length is the one whose speed-up
-        has the highest lower bound above 1x (interval, or range over rounds), else 0. A measured
-        load stands for all loads up to the next one.
+        The length is the one with the highest lower bound of the speed-up (interval, or range over
+        rounds) above 1x, else 0. A measured load stands for all loads up to the next one.
         """
-        lengths: dict[str, dict[int, tuple[float, int]]] = {}  # lower bound, length by path, load
+        lengths: dict[str, dict[int, tuple[float, int]]] = {}  # (bound, length) by path and load
         for draft in self.drafts.values():
             for point in draft.by_load if draft.gamma else ():
                 bound = (point.speedup.ci95 or point.speedup.range or (0.0,))[0]
@@ -292,7 +292,7 @@ class Report(Part):
         for i, entry in enumerate(self.gain):
             for name in (entry.draft, entry.over):
                 if name not in self.drafts:
-                    raise ValueError(f"gain[{i}] compares with {name!r}, which is no draft of it")
+                    raise ValueError(f"gain[{i}] compares with {name!r}, which is not in `drafts`")
         return self
 
 
@@ -300,7 +300,7 @@ class Report(Part):
 
 
 def checked(value: Any) -> Report:
-    """The value as a report. Raises `ReportError` with the first wrong field."""
+    """The value as a `Report`. Raises `ReportError` for the first wrong field."""
     try:
         return Report.model_validate(value)
     except ValidationError as error:
@@ -308,22 +308,22 @@ def checked(value: Any) -> Report:
 
 
 def _problem(error: ValidationError) -> str:
-    """The first problem, with the path of its field."""
+    """The first error, with the path of its field."""
     problem = error.errors(include_url=False)[0]
     path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in problem["loc"])
     return f"report{path}: {problem['msg'].removeprefix('Value error, ')}"
 
 
 def read_report(path: Path | str) -> Report:
-    """A checked report from a report.json. Raises `ReportError` where it is absent or broken."""
+    """The checked report in a report.json. Raises `ReportError` if the file is absent or broken."""
     path = Path(path)
     try:
         return Report.model_validate_json(path.read_text(encoding="utf-8"), strict=True)
     except FileNotFoundError:
-        raise ReportError(f"no report at {path}: run the evaluation to its end first") from None
+        raise ReportError(f"no report at {path}; finish the evaluation first") from None
     except ValidationError as error:
         if error.errors()[0]["type"] == "json_invalid":
             raise ReportError(
-                f"{path} is not whole JSON ({error.errors()[0]['msg']}): evaluate again"
+                f"{path} is damaged ({error.errors()[0]['msg']}); evaluate again"
             ) from None
         raise ReportError(f"{path}: {_problem(error)}") from None

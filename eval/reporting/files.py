@@ -1,4 +1,4 @@
-"""report.json, report.md and report.html, written together."""
+"""Writes report.json, report.md and report.html."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eval.reporting.warnings import find_warnings
 
 
 def write_report(folder: Path | str, report: Report) -> None:
-    """Check the report and write its three files into `folder`, each atomically."""
+    """Check the report and write its three files to `folder`, each atomically."""
     report = checked(report)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

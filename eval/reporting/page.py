@@ -1,6 +1,6 @@
-"""report.html: one file without script, network or fonts, for light, dark and paper.
+"""report.html: one file without scripts, network access or fonts; for light, dark and print.
 
-The markup stands in page.html.j2 and charts.html.j2, which escape every text of the report. This
+The markup is in page.html.j2 and charts.html.j2, where all texts of the report are escaped. This
 module has the scales and the data of the charts.
 """
 
@@ -28,31 +28,31 @@ from eval.reporting.verdict import in_order, label, times, top
 from eval.reporting.warnings import find_warnings
 
 COLOURS = 5  # --s0 … --s4 of page.css; the distilled draft takes the first
-WIDTH, HEIGHT = 480, 240  # of a chart, in its own units
+WIDTH, HEIGHT = 480, 240  # of a chart, in SVG units
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 12, 42  # margins around its plot
-LONGEST_NUMBER = 28  # characters of a number with its interval or unit; more is a sentence
+LONGEST_NUMBER = 28  # most characters of a number with interval or unit; longer cells are sentences
 NUMERIC = re.compile(r"[+\-−]?\d[\d.,]*(?!\w)|not measured")
 
 Drafts = dict[str, DraftReport]  # by shown name
 
 
 def is_numeric(cell: str) -> bool:
-    """Whether a cell stays on one line: a number with its unit does, a hash must break."""
+    """Whether a cell is a number with a unit or interval, which must stay on one line."""
     return NUMERIC.match(cell) is not None and len(cell) <= LONGEST_NUMBER
 
 
 def bounds(bucket: Bucket) -> str:
-    """`9-16` for positions (both ends included), `0.5-1` or `≥ 4` for bits (upper end excluded)."""
+    """`9-16` for positions (with both ends), `0.5-1` or `≥ 4` for bits (without the upper end)."""
     return f"≥ {bucket.low:g}" if bucket.high is None else f"{bucket.low:g}-{bucket.high:g}"
 
 
 def height(share: float) -> float:
-    """The y of a share in a chart, 0 at the bottom and 1 on top."""
+    """The y coordinate of a share in a chart; 0 is at the bottom and 1 at the top."""
     return round(HEIGHT - BOTTOM - min(share, 1) * (HEIGHT - TOP - BOTTOM), 1)
 
 
 def acceptance_charts(drafts: Drafts) -> list[dict[str, Any]]:
-    """Bars by position in the draft, by position in the response, by the target's entropy."""
+    """The bar charts: by position in the draft, position in the response, and target's entropy."""
     positions = {name: d.per_position for name, d in drafts.items() if d.per_position}
     charts: list[dict[str, Any]] = [
         {
@@ -83,9 +83,9 @@ def acceptance_charts(drafts: Drafts) -> list[dict[str, Any]]:
 
 
 def waterfall(draft: DraftReport) -> list[tuple[str, float | None, float]]:
-    """(label, start, end) from the longest step to the wall clock; totals have no start.
+    """Bars (label, start, end): costs that reduce a perfect speed-up to the measured one.
 
-    One cost after the other is counted. Empty where not all of it was measured.
+    A total has no start. Empty if a part was not measured.
     """
     length, predicted, efficiency = draft.tau, draft.predicted_speedup, draft.decode_efficiency
     if length is None or predicted is None or efficiency is None:

@@ -1,4 +1,4 @@
-"""The tables of a report, as text. A token in a cell stands in backquotes."""
+"""The tables of a report, as text. Tokens in cells are in backquotes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOAD_NOTE = (
     "Requests in flight, one server after the other, in rounds of twice as many; intervals over "
     "rounds. Responses are not compared here: bf16 sums depend on the batch."
 )
-# One line each, from the fields themselves; docs/metrics.md has the long form.
+# Short definitions from the fields' descriptions; docs/metrics.md has long ones.
 DEFINITIONS = {
     term: str(model.model_fields[field].description)
     for term, model, field in (
@@ -57,13 +57,13 @@ class Table:
     note: str = ""
 
 
-# --- Cells: label, fields of the report, and how they are written ---
+# --- Cells: (label, paths of fields in the report, function that formats the values) ---
 
 Cells = list[tuple[str, str, Callable[..., str]]]
 
 
 def shown(value: Measured | float | None, form: str = ".2f") -> str:
-    """A number, with its interval where it has one."""
+    """A number with its interval, if there is one."""
     return NOT_MEASURED if value is None else format(value, form)
 
 
@@ -78,7 +78,7 @@ def quoted(token: str) -> str:
 
 
 def prompts_text(value: Measured) -> str:
-    """How many prompts a number is taken over: `160`, or `160 in 20 groups`."""
+    """The number of prompts behind a number: `160`, or `160 in 20 groups`."""
     groups = value.clusters if value.clusters != value.n else None
     return f"{value.n} in {groups} groups" if groups else str(value.n)
 
@@ -159,7 +159,7 @@ DIVERGENCES: Cells = [
 
 
 def _at(part: BaseModel, path: str) -> Any:
-    """The value of a path such as `memory.overhead`; None where a part on the path is null."""
+    """The value at a path such as `memory.overhead`; None if a field on the path is null."""
     value: Any = part
     for name in path.split("."):
         value = None if value is None else getattr(value, name)
@@ -167,7 +167,7 @@ def _at(part: BaseModel, path: str) -> Any:
 
 
 def _cells(part: BaseModel, cells: Cells) -> list[str]:
-    """Empty where a field is null."""
+    """The texts of the cells; a cell with a null field is empty."""
     texts = []
     for _, paths, form in cells:
         values = [_at(part, path) for path in paths.split()]
@@ -176,7 +176,7 @@ def _cells(part: BaseModel, cells: Cells) -> list[str]:
 
 
 def _noted(rows: list[list[str]], note: str) -> str:
-    """The note, with the meaning of parentheses where the rows have some instead of an interval."""
+    """The note, with FEW_NOTE if a row has a range in parentheses."""
     few = any(cell.endswith(")") and " to " in cell for row in rows for cell in row)
     return " ".join(filter(None, [note, FEW_NOTE if few else ""]))
 
@@ -225,7 +225,7 @@ def gain_table(report: Report) -> Table:
 
 
 def _by_load(report: Report) -> Table:
-    """The loads, with vLLM's setting for each draft that is faster at some loads only."""
+    """The loads, with vLLM's setting for each draft whose best length depends on the load."""
     schedules = [
         f"For {path}: num_speculative_tokens_per_batch_size {json.dumps(ranges)}."
         for path, ranges in report.draft_length_by_load.items()
@@ -238,7 +238,7 @@ def _by_load(report: Report) -> Table:
 
 
 def divergence_table(report: Report) -> Table:
-    """Responses that differ from the target's, mismatches first; DIVERGENCES_SHOWN at most."""
+    """At most DIVERGENCES_SHOWN responses that differ from the target's; mismatches come first."""
     entries = sorted(
         (
             (label(name), entry)
@@ -259,7 +259,7 @@ def _by_class(report: Report, title: str, field: str) -> Table:
         (f"{category}, {label(name)}", numbers)
         for name in in_order(report)
         for category, numbers in getattr(report.drafts[name], field).items()
-        if len(getattr(report.drafts[name], field)) > 1  # one class has all of the prompts
+        if len(getattr(report.drafts[name], field)) > 1  # a single class repeats the main table
     )
     return _table(title, "prompts, draft", rows, CATEGORIES)
 
@@ -301,7 +301,7 @@ def _setting(report: Report) -> Table:
 
 
 def missing_lines(report: Report) -> Iterator[str]:
-    """One line for each reason why something could not be measured, with the fields it left out."""
+    """A line for each reason why fields of a draft were not measured, with these fields."""
     for name, draft in report.drafts.items():
         reasons: dict[str, list[str]] = {}
         for entry in draft.missing:
@@ -311,7 +311,7 @@ def missing_lines(report: Report) -> Iterator[str]:
 
 
 def details(report: Report) -> list[Table]:
-    """The tables behind the results; one that the report holds nothing for is left out."""
+    """The tables after the results; tables without rows are left out."""
     every = [
         _by_load(report),
         _by_class(report, "By category", "by_category"),

@@ -1,4 +1,4 @@
-"""A report as text: the last lines of a run, and report.md."""
+"""A report as text: in the terminal, and report.md."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from eval.reporting.tables import Table, gain_table, result_table
 from eval.reporting.verdict import times, top
 from eval.reporting.warnings import find_warnings
 
-LOG_WIDTH = 100  # columns, where no terminal has its own
+LOG_WIDTH = 100  # columns, if the output is not a terminal
 
 
 def print_summary(report: Report, console: Console | None = None) -> None:
-    """The first lines of the report, for the terminal at the end of a run."""
+    """Print the first lines of the report at the end of a run."""
     console = console or Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
     lines = top(report)
     styled = [(f"Verdict: {lines.verdict}", "bold")]
@@ -35,7 +35,7 @@ def print_summary(report: Report, console: Console | None = None) -> None:
     styled += [(f"Warning: {warning.text}", "yellow") for warning in find_warnings(report)]
     styled.append((lines.setting, ""))
     with console.capture() as shown:
-        # Text, not markup: a path or an interval in brackets must not be read as a style
+        # Text, because markup would read a path or an interval in brackets as a style
         console.print("", *(Text(line, style=style) for line, style in styled), sep="\n")
     console.file.writelines(f"{line.rstrip()}\n" for line in shown.get().splitlines())
 
@@ -50,7 +50,7 @@ def _grid(table: Table) -> Iterator[str]:
 
 
 def render_markdown(report: Report) -> str:
-    """report.md: the first lines and the results; report.html has the details."""
+    """The text of report.md: first lines and results; report.html has the details."""
     lines, gains = top(report), gain_table(report)
     parts = [
         "# Speculative decoding report",

@@ -1,12 +1,12 @@
-"""Whether a draft is accepted in traffic as its report says, position by position.
+"""Compares the acceptance of a draft in traffic with its report, position by position.
 
-Three verdicts. *Moved*: the difference passes what chance explains, of the report and of the
-traffic together, at 1% over a week of hourly calls and all comparisons of a call (Bonferroni), so
-no call needs to know of the others. *As measured*: the 95% interval of each difference lies within
-MARGIN (an equivalence test). Else *inconclusive*: more drafts are needed, or a report of more
-prompts. Drafts of one output depend on each other. So the report's error is that of its interval
-over prompts. Counters have no interval, so the traffic's error comes from the report's: its outputs
-are assumed to vary as the report's do, with as many drafts each.
+Three verdicts. *Moved*: the difference is larger than chance explains, given the errors of report
+and traffic. The level is 1% false alarms per week of hourly calls, divided by the number of calls
+and of positions (Bonferroni). *As measured*: the 95% interval of each difference is within MARGIN
+(an equivalence test). Otherwise *inconclusive*: more drafts, or a report of more prompts, are
+needed. Drafts of one output depend on each other, so the report's error is that of its interval
+over prompts. Counters have no interval, so the traffic's error is computed from the report's: its
+outputs are assumed to vary, and to have as many drafts, as the report's.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from eval.measuring.intervals import FEWEST_CLUSTERS, Measured
 from eval.measuring.runs import Speculation
 from eval.reporting.fields import DraftReport
 
-# Of calls whose traffic has not moved: a third of 1% a week of hourly calls. So far out shares have
-# heavier tails than t, and in simulations this keeps to 1%.
+# Share of false alarms per call. A third of 1% per week, because so far out shares have heavier
+# tails than Student's t; in simulations the result is 1% per week.
 FALSE_ALARMS = 0.01 / 3 / (7 * 24)
-MARGIN = 0.10  # of accepted share at a position; a report of 40 prompts knows it to +-0.055
-FULL_LENGTH = 0.98  # of a draft: near the length limit a few are shorter
+MARGIN = 0.10  # of the accepted share at a position; 40 prompts measure the share to +-0.055
+FULL_LENGTH = 0.98  # mean draft length / gamma; drafts near the length limit are shorter
 
 
 class NotComparable(ValueError):
-    """Counts that cannot be compared with this report: why, and what to do."""
+    """Counts that cannot be compared with this report."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean, its standard error and that error's degrees of freedom, and the drafts behind it."""
+    """A mean, its standard error, the error's degrees of freedom, and the number of drafts."""
 
     mean: float
     error: float
@@ -43,11 +43,11 @@ class Estimate:
 
     @classmethod
     def of(cls, measured: Measured, drafts: float) -> Estimate:
-        """Raises NotComparable where it has no interval."""
+        """The estimate of a measured number. Raises NotComparable if it has no interval."""
         if measured.ci95 is None:
             raise NotComparable(
-                f"A report of {measured.clusters} prompts (or groups of them) has no interval: "
-                f"measure on {FEWEST_CLUSTERS} at least."
+                f"A report of {measured.clusters} prompts (or groups of prompts) has no interval; "
+                f"measure on at least {FEWEST_CLUSTERS}."
             )
         low, high = measured.ci95
         freedom = measured.freedom or (measured.clusters or measured.n) - 1.0
@@ -60,7 +60,7 @@ class Estimate:
 class Difference:
     """Acceptance in traffic minus acceptance in the report, at a position.
 
-    level: the share of false alarms that this comparison may have.
+    level: the allowed share of false alarms of this comparison.
     """
 
     position: int
@@ -73,7 +73,7 @@ class Difference:
         return self.traffic.mean - self.report.mean
 
     def chance(self, level: float) -> float:
-        """The difference that chance alone exceeds in a share `level` of cases."""
+        """The difference that chance alone exceeds in a share `level` of comparisons."""
         error = math.hypot(self.report.error, self.traffic.error)
         return float(stdtrit(self.report.freedom, 1 - level / 2)) * error
 
@@ -87,10 +87,10 @@ class Difference:
 
     @property
     def lacking(self) -> float:
-        """How many times its drafts the traffic needs, for an interval of half the margin.
+        """The factor by which the traffic's drafts must grow for an interval of half the margin.
 
-        Never more than make it twice as certain as the report: beyond that only a report of more
-        prompts tells more, and a window of many hours would hide a change in the last.
+        At most, the traffic's error becomes half of the report's. Beyond this, only a report of
+        more prompts would help, and many hours of traffic would hide a change in the last hour.
         """
         half = MARGIN / 2 / float(stdtrit(self.report.freedom, 0.975))
         allowed = half**2 - self.report.error**2
@@ -100,7 +100,7 @@ class Difference:
 def measured_acceptance(draft: DraftReport, engine: str) -> list[Estimate]:
     """A report's share of drafts whose first i tokens were all accepted, for i = 1…gamma.
 
-    Raises NotComparable where not all drafts of the report had gamma tokens.
+    Raises NotComparable if the report's drafts had different lengths.
     """
     if draft.counters:
         places = [
@@ -108,39 +108,39 @@ def measured_acceptance(draft: DraftReport, engine: str) -> list[Estimate]:
         ]
     elif engine == "transformers" or not draft.gamma_policy.startswith("fixed"):
         raise NotComparable(
-            f"The report's drafts are not of one length ({draft.gamma_policy}), those of a serving "
-            f"engine are. Measure with --engine vllm, or with --gamma N and --engine torch."
+            f"The report's drafts are not of one length ({draft.gamma_policy}), but an engine's "
+            f"are. Measure with --engine vllm, or with --gamma N and --engine torch."
         )
     else:
         places = [Estimate.of(place.marginal, place.drafts) for place in draft.per_position or []]
     if not places:
         raise NotComparable(
-            "The report has no acceptance by position with intervals; measure again."
+            "The report has no intervals of the acceptance by position; measure again."
         )
     return places
 
 
 def counted_acceptance(counts: Speculation, report: Sequence[Estimate]) -> list[Estimate]:
-    """The same by an engine's counters, of which drafts is above 0.
+    """The same shares from an engine's counts with drafts > 0.
 
-    Raises NotComparable where they contradict each other, or are of another draft length.
+    Raises NotComparable for counts that contradict each other or are of another draft length.
     """
     gamma, (drafts, drafted, _, accepted_at) = len(report), counts
     chain = [drafts, *accepted_at, 0]
     if chain != sorted(chain, reverse=True):
         raise NotComparable(
             f"The counts contradict each other: {drafts:g} drafts, accepted by position "
-            f"{accepted_at}. Give what /metrics said as it is, and to --since what it said before."
+            f"{accepted_at}. Give an unchanged page of /metrics, and --since an earlier page."
         )
     if len(accepted_at) != gamma:
         raise NotComparable(
-            f"The engine drafts {len(accepted_at)} tokens, the report's gamma is {gamma}: "
-            f"acceptance differs with it. Give a report measured with --gamma {len(accepted_at)}."
+            f"The engine drafts {len(accepted_at)} tokens, but the report's gamma is {gamma}, so "
+            f"acceptance differs. Give a report measured with --gamma {len(accepted_at)}."
         )
     if drafted < FULL_LENGTH * gamma * drafts:
         raise NotComparable(
-            f"The engine drafted {drafted / drafts:.2f} tokens a draft, not {gamma} (by load, or "
-            f"where a grammar forbade them). Give counters of a time in which all drafts had "
+            f"The engine drafted {drafted / drafts:.2f} tokens per draft instead of {gamma}, "
+            f"because of load or of a grammar. Give counters of a time in which all drafts had "
             f"{gamma} tokens."
         )
     return [
@@ -152,7 +152,7 @@ def counted_acceptance(counts: Speculation, report: Sequence[Estimate]) -> list[
 
 
 def compare(report: Sequence[Estimate], traffic: Sequence[Estimate]) -> list[Difference]:
-    """The differences at all positions."""
+    """The difference at each position."""
     level = FALSE_ALARMS / len(report)
     differences = []
     for position, sides in enumerate(zip(report, traffic, strict=True), start=1):
@@ -160,7 +160,7 @@ def compare(report: Sequence[Estimate], traffic: Sequence[Estimate]) -> list[Dif
             sum(side.mean * side.drafts for side in sides),
             sum(side.drafts for side in sides),
         )
-        # no error is below that of as many independent drafts
+        # an error cannot be smaller than that of as many independent drafts
         least = math.sqrt(accepted / drafts * (1 - accepted / drafts))
         promised, counted = (
             replace(side, error=max(side.error, least / math.sqrt(side.drafts))) for side in sides
@@ -170,7 +170,7 @@ def compare(report: Sequence[Estimate], traffic: Sequence[Estimate]) -> list[Dif
 
 
 def drafts_lacking(differences: Sequence[Difference]) -> float:
-    """How many more drafts may tell; 0: told; infinite: more will not, a better report may."""
+    """Further drafts needed for a verdict: 0: there is one; inf: only a larger report can help."""
     unclear = [d.lacking for d in differences if not d.as_measured]
     if not unclear or any(difference.moved for difference in differences):
         return 0.0

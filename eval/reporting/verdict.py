@@ -1,4 +1,4 @@
-"""The first lines of a report: the same on the page, in the terminal and in report.md."""
+"""The first lines of a report, which the page, the terminal and report.md share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eval.measuring.intervals import Measured
 from eval.measuring.output_check import Ledger
 from eval.reporting.fields import NGRAM, REFERENCE, Report
 
-NAMES = {  # of the drafts of a training run, in the order in which they are shown
+NAMES = {  # shown names of a training run's drafts, in order
     "untuned": "base draft",
     "lookup": "n-gram speculation",
     "tuned": "distilled draft",
@@ -24,7 +24,7 @@ REFERENCE_NOTE = (
 
 @dataclass(frozen=True)
 class Top:
-    """The first lines of a report. A line that the report has nothing for is empty."""
+    """The first lines of a report; a line without data is empty."""
 
     verdict: str
     output: str
@@ -53,7 +53,7 @@ def top(report: Report) -> Top:
 
 
 def in_order(report: Report) -> list[str]:
-    """The names of the drafts as they are shown: NAMES first, then the others as given."""
+    """The names of the drafts in the order in which they are shown: NAMES first, then others."""
     order = list(NAMES)
     return sorted(
         report.drafts,
@@ -62,13 +62,13 @@ def in_order(report: Report) -> list[str]:
 
 
 def _parts(name: str) -> tuple[str, str]:
-    """A draft's name, and its length where several lengths of it were measured."""
+    """A draft's name without its draft length, and this length, or ""."""
     base, _, length = name.partition(", gamma ")
     return base, length
 
 
 def label(name: str) -> str:
-    """The name of a draft as it is shown."""
+    """The name under which a draft is shown."""
     base, length = _parts(name)
     shown = NAMES.get(base, base)
     return f"{shown}, draft length {length}" if length else shown
@@ -86,7 +86,7 @@ def size(count: int) -> str:
 
 
 def measured_in(report: Report) -> str:
-    """The decoder or engine that the figures are of."""
+    """The name of the decoder or engine that was measured, with its version."""
     if report.engine == REFERENCE:
         return "the reference decoder"
     made_by = report.provenance.get(report.engine)
@@ -95,9 +95,10 @@ def measured_in(report: Report) -> str:
 
 
 def recommended(report: Report) -> str | None:
-    """The draft whose speed-up has the highest lower bound, if that is above 1x.
+    """The name of the draft with the highest lower bound of the speed-up; None if none is above 1x.
 
-    Drafts with mismatches are left out, and in the reference decoder those that vLLM cannot serve.
+    Drafts with mismatches are left out. Of the reference decoder's drafts, so are those that vLLM
+    cannot serve.
     """
     bounds = {
         name: draft.speedup.bounds[0]
@@ -110,7 +111,7 @@ def recommended(report: Report) -> str | None:
 
 
 def verdict(report: Report) -> str:
-    """What to do, in one line, with its figure and the engine that the figure is of."""
+    """One line: what to do, the speed-up, and the engine in which it was measured."""
     engine = measured_in(report)
     broken = [label(name) for name, d in report.drafts.items() if d.lossless.unexplained]
     start = f"Do NOT serve {', '.join(broken)}: outputs mismatch the target's. " if broken else ""
@@ -135,7 +136,7 @@ def verdict(report: Report) -> str:
 
 
 def _output(report: Report) -> str:
-    """The output checks of all drafts as one."""
+    """The sum of the output checks of all drafts, as text."""
     checks = [draft.lossless for draft in report.drafts.values()]
     total = Ledger(
         prompts=sum(check.prompts for check in checks),
@@ -149,9 +150,9 @@ def _output(report: Report) -> str:
 
 
 def _memory(report: Report) -> str:
-    """Memory of the draft with weights to serve: distilled, else recommended, else the last.
+    """Memory to serve a draft model: the distilled, else the recommended, else the last one.
 
-    It is that of the full-vocabulary checkpoint, which engines load.
+    It is the size of the full-vocabulary checkpoint, because engines load this one.
     """
     names = ["tuned"] if "tuned" in report.drafts else []
     for name in filter(None, [*names, recommended(report), *reversed(report.drafts)]):
@@ -166,7 +167,7 @@ def _memory(report: Report) -> str:
 
 
 def _command(report: Report) -> str:
-    """The command that answers the next question; empty where no draft is recommended."""
+    """The next command to run; empty if no draft is recommended."""
     name = recommended(report)
     if name is None:
         return ""
@@ -184,7 +185,7 @@ def _command(report: Report) -> str:
 
 
 def _setting(report: Report) -> str:
-    """Target, machine, date and size of the measurement."""
+    """A line with target, machine, date and number of prompts."""
     machine = report.environment
     cores = f", {machine.cores} cores" if machine and machine.cores else ""
     hardware = f"{machine.hardware}{cores}" if machine and machine.hardware else report.device

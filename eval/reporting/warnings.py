@@ -1,4 +1,4 @@
-"""What to know before a figure of a report is quoted. docs/metrics.md lists the rules."""
+"""Warnings about the numbers of a report. docs/metrics.md lists the rules."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from eval.reporting.fields import NGRAM, DraftReport, Report
 from eval.reporting.verdict import label, times
 
 FEW_DRAFTS = 300
-COPIED_MUCH = 0.5  # of the responses' tokens, from the response itself: mostly loops
+COPIED_MUCH = 0.5  # share of tokens copied from the response itself; such responses mostly loop
 FAIR_BASELINE = 0.95
 USUAL_EFFICIENCY = (0.8, 1.1)
-# Rules that keep the target's output: greedily the same tokens, sampled the same distribution.
+# Rules that keep the target's output: the same tokens if greedy, the same distribution if sampled.
 LOSSLESS_RULES = ("greedy match", "block verification", "rejection sampling")
 
 
 class ReportWarning(NamedTuple):
-    """A rule of this file, by its code, and what it says of the report."""
+    """A warning: the code of its rule, and its text."""
 
     code: str
     text: str
 
 
 def find_warnings(report: Report) -> list[ReportWarning]:
-    """Every warning about the report, the gravest first."""
+    """All warnings about the report; mismatches come first."""
     found = [*_mismatches(report), *_about_setting(report), *_about_prompts(report)]
     for name, draft in report.drafts.items():
         found += [
@@ -125,7 +125,7 @@ def _about_gains(report: Report) -> Iterator[ReportWarning]:
     for gain in report.gain:
         name, speedup, acceptance = label(gain.draft), gain.speedup.ci95, gain.alpha
         if report.drafts[gain.over].path == NGRAM:
-            # the base draft is judged by what training made of it
+            # no warning about the base draft, because training was meant to improve it
             if gain.draft != "untuned" and speedup and speedup[0] <= 0:
                 shown = "slower" if speedup[1] < 0 else "not shown to be faster"
                 yield ReportWarning(

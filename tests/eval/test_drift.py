@@ -129,11 +129,11 @@ def test_input_of_no_use(report, traffic, tmp_path, capsys):
         assert reason in capsys.readouterr().err
 
     now = traffic(4000)
-    refused("gamma is 3: acceptance differs", report, "--metrics", traffic(4000, shares=(0.6, 0.4)))
+    refused("gamma is 3, so acceptance", report, "--metrics", traffic(4000, shares=(0.6, 0.4)))
     now = traffic(4000)
     refused("no report at", tmp_path / "no.json", "--metrics", now)
     refused("Is a directory", tmp_path, "--metrics", now)
-    refused("it has tuned", report, "--metrics", now, "--draft", "other")
+    refused("name one of tuned", report, "--metrics", now, "--draft", "other")
     refused("cannot be read as text", report, "--metrics", tmp_path / "no.prom")
     refused("cannot be read as text", report, "--metrics", now, "--since", tmp_path / "no.prom")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")

@@ -158,7 +158,7 @@ def test_absent_and_cut_off_reports_are_refused(data, tmp_path):
     with pytest.raises(ReportError, match="no report at"):
         read_report(tmp_path / "report.json")
     (tmp_path / "report.json").write_text(json.dumps(data)[:-20])
-    with pytest.raises(ReportError, match="not whole JSON"):
+    with pytest.raises(ReportError, match="is damaged"):
         read_report(tmp_path / "report.json")
 
 
