@@ -153,31 +153,31 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
     """The reasons why the options cannot be used together."""
     engine, several = args.engine, len(args.gamma) > 1
     if args.long_prompts == "truncate_left" and args.max_prompt_length is None:
-        yield "--long_prompts truncate_left needs --max_prompt_length: how much is kept"
+        yield "--long_prompts truncate_left needs --max_prompt_length, the number of tokens to keep"
     if engine == "vllm" and args.long_prompts == "truncate_left":
         yield "engine vllm renders whole prompts; give --long_prompts drop, or shorter --prompts"
     if engine != "vllm" and several:
         yield f"engine {engine} takes one --gamma, not {args.gamma}"
     if engine != "vllm" and args.concurrency:
-        yield f"--concurrency is of engine vllm; leave it out with engine {engine}"
+        yield f"--concurrency needs engine vllm; omit it with engine {engine}"
     if args.served:
         if not (args.base_url and args.baseline_url and args.prompts):
             yield "engine vllm needs --base_url, --baseline_url and --prompts"
         if several:
-            yield f"--base_url takes one --gamma, not {args.gamma}: a server has one"
+            yield f"--base_url takes one --gamma, not {args.gamma}; a server has one draft length"
         if args.max_prompt_length and args.run is None:
-            yield "--base_url takes whole prompts; leave --max_prompt_length out"
+            yield "--base_url sends whole prompts; omit --max_prompt_length"
         return
     if not (args.target and args.draft and args.prompts):
         yield "give --target, --draft and --prompts, or --run DIR"
     if engine == "torch":
         return
     if not args.gamma:
-        yield f"engine {engine} needs --gamma, 1 or more: it chooses no draft length"
+        yield f"engine {engine} needs --gamma, because it does not choose a draft length"
     if args.run is not None and args.output_dir == args.run:
-        yield f"engine {engine} needs --output_dir, or it would replace the run's own report"
+        yield f"engine {engine} needs another --output_dir, because the run's has a report already"
     if args.strategy != "auto" and args.run is None:
-        yield f"--strategy is of engine torch: {engine} maps no vocabularies by it"
+        yield f"--strategy needs engine torch; omit it with engine {engine}"
 
 
 def _sizes(text: str) -> list[int]:
