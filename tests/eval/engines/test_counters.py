@@ -90,5 +90,5 @@ def test_the_page_of_a_real_server():
 
 
 def test_a_counter_that_is_no_number():
-    with pytest.raises(CountersError, match=r"drafts_total.* many.*holds no number"):
+    with pytest.raises(CountersError, match=r"drafts_total.* many"):
         read_series('vllm:spec_decode_num_drafts_total{engine="0"} many\n')
