@@ -112,7 +112,7 @@ STRANGE = {
         (PRUNED | {"draft_vocab_size": 256}, "at least 257"),
         ({"target": "mamba"}, "linear_attention"),
         ({"target": "lfm2"}, "conv"),
-        ({"target": "bloom"}, "bloom"),
+        ({"target": "bloom"}, "max_position_embeddings"),
         ({"draft": "mamba"}, "linear_attention"),  # it would be found out when it is trained
         ({"draft": "short"}, "32 positions"),
     ],
