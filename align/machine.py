@@ -94,7 +94,7 @@ def from_first(value: T) -> T:
 
 
 def use_machine(processes: int = 1) -> None:
-    """Set the number of threads, malloc, MKL and oneDNN for this process.
+    """Set the number of threads, malloc, MKL, oneDNN and cuDNN for this process.
 
     `accelerate launch` starts every process with a single thread.
     glibc returns freed tensors of a few megabytes to the kernel and requests them again. The
@@ -106,12 +106,15 @@ def use_machine(processes: int = 1) -> None:
     oneDNN caches kernels for the last 1,024 shapes of a product. Batches of all lengths fill this
     cache with 0.6 GB, though few shapes occur again (docs/lab-notes.md). It also keeps 0.3 MB per
     shape, which no setting changes: therefore training uses few shapes (`losses.rounded`).
+    cuDNN's attention, which torch prefers on an H100, builds a plan for each new shape. This takes
+    0.4 seconds (github.com/modelscope/FunASR/issues/3704), and each decoded token is a new shape.
     processes: the number of processes on this machine.
     """
     # MKL and oneDNN read these at their first call; a value that is already set is the user's
     os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     torch.set_num_threads(max(1, _cores() // processes))
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if _GLIBC:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, _KEPT)

@@ -121,7 +121,7 @@ def _weighted(rows: Tensor, pieces: list[list[int]]) -> Tensor:
     new[[*single]] = rows[[*single.values()]]
     for i, piece in enumerate(pieces):
         if len(piece) > 1:
-            weights = FRONT ** torch.arange(len(piece), dtype=torch.float32)
+            weights = FRONT ** torch.arange(len(piece), dtype=torch.float32, device=rows.device)
             new[i] = ((weights / weights.sum()) @ rows[piece].float()).to(rows.dtype)
     return new
 

@@ -89,7 +89,9 @@ def full_vocabulary(
     trimmed = torch.ones(len(full_head), dtype=torch.bool, device=h.device)
     trimmed[token_ids] = False
     fitted, h = h.double().tensor_split(2)
-    lower = torch.linalg.lstsq(fitted, -torch.ones_like(fitted[:, :1])).solution
+    # on the CPU, because CUDA's solver needs states of full rank
+    fitted = fitted.cpu()
+    lower = torch.linalg.lstsq(fitted, -torch.ones_like(fitted[:, :1])).solution.to(h.device)
     h = h.float()
     trained_rows = distilled.get_output_embeddings().weight
     best, total = _best_and_sum(h, trained_rows.split(HEAD_ROWS))

@@ -62,7 +62,7 @@ def _start(recipe: Recipe, pair: Pair, target: Target, answers: Answers, folder:
         recipe.kind.save(partial, started, embedding, recipe.target)
         if started.full_head is not None:
             save_file({"full_head": started.full_head}, partial / FULL_HEAD)
-        lost = 0.0 if started.token_ids is None else lost_mass(mass, started.token_ids)
+        lost = 0.0 if started.token_ids is None else lost_mass(mass, started.token_ids.cpu())
         write_json(partial / PREPARED, {"lost_mass": lost})
 
 

@@ -32,6 +32,14 @@ def test_freed_tensors(tmp_path, megabytes, kept):
         assert grown < one  # nothing of them is left
 
 
+def test_attention_on_a_gpu_needs_no_plan_for_each_shape(monkeypatch):
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(this_machine, "_GLIBC", False)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    this_machine.use_machine()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 @pytest.mark.parametrize(("timeout", "long_enough"), [(60.0, True), (0.5, False)])
 def test_a_process_waits_as_long_as_it_is_told_to(tmp_path, timeout, long_enough):
     (first, shown), (second, waited) = run_ranks(tmp_path, 2, wait_for_the_first, timeout)

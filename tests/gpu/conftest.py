@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from tests.distill.conftest import folder, job, texts  # noqa: F401
+from align.machine import use_machine
+from tests.distill.conftest import folder, job, shared  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def machine(request):
+    """The settings under which commands run."""
+    if request.node.get_closest_marker("gpu"):
+        use_machine()
 
 
 def pytest_collection_modifyitems(items):

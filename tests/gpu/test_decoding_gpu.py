@@ -17,7 +17,6 @@ pytestmark = pytest.mark.gpu
 
 IDS = [[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11, 12], [13, 14]]
 PROMPTS = [Prompt(str(i), prompt="") for i in range(len(IDS))]
-DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture
@@ -94,10 +93,9 @@ def test_greedy_texts_are_the_targets_own(pair, length):
         assert sum(drafted.drafted) > 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sampled_first_tokens_have_the_targets_distribution(pair, dtype):
+def test_sampled_first_tokens_have_the_targets_distribution(pair):
     """The second token of an output depends on the draft; 4,000 seeds are drawn."""
-    target, drafter = pair(dtype)
+    target, drafter = pair(torch.bfloat16)
     counts = {}
     for name, with_it in (("alone", None), ("drafted", drafter)):
         found = torch.zeros(61)

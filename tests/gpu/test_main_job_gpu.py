@@ -13,24 +13,35 @@ from distill.train import run
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).resolve().parents[2]
-PRUNED = {"draft": None, "num_draft_layers": 1, "draft_vocab_size": 270}
+ONE_LAYER = {"draft": None, "num_draft_layers": 1}
+# keys of a recipe, its temperature
+KINDS = {
+    "pruned": (ONE_LAYER | {"draft_vocab_size": 270}, 0.0),
+    "pruned, sampled": (ONE_LAYER | {"draft_vocab_size": 270}, 0.8),
+    "transplanted": ({}, 0.8),
+    "lora": ({"use_peft": True, "lora_r": 8}, 0.0),
+    "eagle3": (ONE_LAYER | {"drafter": "eagle3"}, 0.8),
+    "medusa": (ONE_LAYER | {"drafter": "medusa", "draft_vocab_size": 270}, 0.0),
+    "pard": (ONE_LAYER | {"drafter": "pard", "max_gamma": 3, "target": "roomy"}, 0.0),
+}
 
 
 def report_of(folder):
     return json.loads((folder / "report" / "report.json").read_text())
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("kind", [PRUNED, {}, {"use_peft": True, "lora_r": 8}])
-def test_a_draft_of_either_kind(job, tmp_path, kind, temperature):
+@pytest.mark.parametrize("name", KINDS)
+def test_a_draft_of_each_kind(folder, job, tmp_path, name):
+    kind, temperature = KINDS[name]
     on_gpu = {"use_cpu": False, "bf16": True, "dtype": "bfloat16", "temperature": temperature}
-    recipe = job(tmp_path / "run", **kind, **on_gpu)
+    target = {"target": str(folder / kind.get("target", "target"))}
+    recipe = job(tmp_path / "run", **kind | on_gpu | target)
     assert run(recipe) == 0
     report = report_of(recipe.folder)
     assert "cpu" not in report["device"].lower()
     for block in report["drafts"].values():
         assert block["lossless"]["unexplained"] == 0
-        assert block["costs"]["draft_step_ms"] > 0
+        assert block["costs"]["target_step_ms"] > 0
     assert (recipe.folder / "draft" / "model.safetensors").is_file()
     assert run(recipe) == 0  # what the GPU wrote is read again
 

@@ -171,7 +171,7 @@ def load_eagle3(
     config.as_eagle = in_own_layout(about)
     token_ids = read_token_ids(folder, tensors)
     if token_ids is None:
-        token_ids = torch.arange(len(tensors["lm_head.weight"]))
+        token_ids = torch.arange(len(tensors["lm_head.weight"]), device=embedding.device)
     model: Any = build_eagle3(config, layers, len(token_ids))
     named = {
         name if name.startswith("lm_head") else PREFIX + name.replace(MIDLAYER, "layers.0."): tensor
