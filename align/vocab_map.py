@@ -21,10 +21,6 @@ VOCAB_MAP = "vocab_map.safetensors"  # in a run's folder
 FORMAT = "draftsmith-vocab-map/1"
 
 
-class MapError(ValueError):
-    """A map that cannot be made or must not be used: code, value, reason, remedy."""
-
-
 @dataclass(frozen=True)
 class VocabMap:
     """to_target: target id of each draft id [D]; to_draft: draft id of each target id [V]; or -1.
@@ -43,12 +39,7 @@ class VocabMap:
 
 
 def build_map(target: Vocabulary, draft: Vocabulary) -> VocabMap:
-    """The map of a pair. Raises MapError if they share no token that has text."""
-    if not any(kind == "normal" for kind, _ in target.used & draft.used):
-        raise MapError(
-            f"TOK-001: {target.spec!r} ({len(target.used)} tokens) and {draft.spec!r} "
-            f"({len(draft.used)}) have no text token in common; name another draft."
-        )
+    """The map of a pair."""
     to_target = _look_up(target.id_of, draft.tokens)
     to_draft = _look_up(draft.id_of, target.tokens)
     # the two EOS tokens are mapped to each other even if their names differ

@@ -78,8 +78,8 @@ class Pair:
 def check_models(recipe: Recipe) -> Pair:
     """The pair, read from files alone; no weights are fetched.
 
-    Raises ValueError where the draft cannot be made or trained; SourceError and MapError name files
-    that are missing, damaged, or of other tokenizers.
+    Raises ValueError where the draft cannot be made or trained; SourceError names files that
+    are missing, damaged, or of other tokenizers.
     """
     if recipe.device_map is not None and (processes := PartialState().num_processes) > 1:
         raise ValueError(

@@ -127,10 +127,10 @@ class Server:
         """The JSON response to a GET, or to a POST of `body`.
 
         about: text about the request for errors, like " to prompt 3". Raises ServerError after the
-        last retry, and for an object with two equal keys.
+        last retry.
         """
         with self._request(path, body, about, whole=True) as response:
-            return json.loads(response.data, object_pairs_hook=_unique)
+            return json.loads(response.data)
 
     def stream(self, path: str, body: dict[str, Any], about: str = "") -> Iterator[Any]:
         """Yields the JSON messages of a streamed response when they arrive."""
@@ -175,13 +175,3 @@ def token_ids(texts: Iterable[str]) -> list[int]:
             "server that supports return_tokens_as_token_ids, like vLLM"
         )
     return [int(text[9:]) for text in named]
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs as an object. Raises ServerError for equal keys, because a value would be lost."""
-    if len(dict(pairs)) < len(pairs):
-        raise ServerError(
-            f"The server sent an object with two equal keys ({pairs!s:.80}…); connect to it "
-            f"without a proxy that changes responses."
-        )
-    return dict(pairs)

@@ -126,22 +126,11 @@ def test_a_spec_that_names_no_file(wheels, spec, value):
     assert not cached_entries()
 
 
-def test_a_wheel_without_the_folder(wheels):
-    with pytest.raises(SourceError):
-        resolve_folder_in_wheel("pypi:parts-one==1.0/none/")
-    assert not cached_entries()
-
-
 @pytest.mark.parametrize(
     ("script", "error", "value"),
     [
         ('echo "$0: No module named pip" >&2; exit 1', SourceError, "ensurepip"),
         ("echo 'ERROR: No space left on device' >&2; exit 1", DiskFullError, "disk is full"),
-        (
-            'for a in "$@"; do case $a in --dest=*) echo x > "${a#--dest=}/p.whl";; esac; done',
-            SourceError,
-            "pip cache purge",
-        ),
     ],
 )
 def test_a_fetch_that_fails_says_why(python, script, error, value):

@@ -18,10 +18,7 @@ from eval.decoding.drafters.causal_lm import CausalLMDrafter
 
 @dataclass(kw_only=True)
 class MapDrafter(CausalLMDrafter):
-    """Vocabulary mapping `intersection`: the draft reads the target's text in the draft's ids.
-
-    Raises MapError if the vocabularies share no token.
-    """
+    """Vocabulary mapping `intersection`: the draft reads the target's text in the draft's ids."""
 
     target: Vocabulary
     draft: Vocabulary

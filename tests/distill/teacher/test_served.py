@@ -26,7 +26,7 @@ from eval.decoding.generation import Kept, generate_batched
 from eval.decoding.loop import Decoding
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
-from eval.engines.server import API_KEY, Server, ServerError
+from eval.engines.server import API_KEY, ServerError
 from eval.reporting.fields import read_report
 from tests.fake_vllm import FakeVllm
 
@@ -367,12 +367,6 @@ def test_a_response_that_was_not_asked_for_is_refused(mangle, message):
     mangle(sent)
     with pytest.raises(ServerError, match=message):
         REQUEST.read(sent, [1, 2])
-
-
-def test_a_key_that_stands_twice_is_refused(stand_in):
-    server = stand_in(metrics='{"token_id:1": -1, "token_id:1": -2}')
-    with pytest.raises(ServerError, match="two equal keys"):
-        Server(server.url).ask("/metrics")
 
 
 def test_the_first_process_alone_asks_a_server(served, monkeypatch, tmp_path):
