@@ -113,7 +113,7 @@ def use_machine(processes: int = 1) -> None:
     # MKL and oneDNN read these at their first call; a value that is already set is the user's
     os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
-    torch.set_num_threads(max(1, _cores() // processes))
+    torch.set_num_threads(max(1, cores() // processes))
     torch.backends.cuda.enable_cudnn_sdp(False)
     if _GLIBC:
         libc = ctypes.CDLL(None)
@@ -145,7 +145,7 @@ def memory_left() -> int:
 
 def machine_lines(memory: int, disk: int, folder: Path, on_gpu: bool) -> list[str]:
     """Text on this machine beside a run's needs: bytes of memory, bytes of disk in `folder`."""
-    about = f"machine: torch {torch.__version__}, {_cores()} cores"
+    about = f"machine: torch {torch.__version__}, {cores()} cores"
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = {"memory": memory_left(), f"disk of {nearest}": shutil.disk_usage(nearest).free}
     if on_gpu and torch.cuda.is_available():
@@ -160,10 +160,10 @@ def machine_lines(memory: int, disk: int, folder: Path, on_gpu: bool) -> list[st
     return lines
 
 
-def _cores() -> int:
+def cores() -> int:
     """The number of cores that this process may use."""
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None  # not on a Mac
-    return len(cores) if cores else os.cpu_count() or 1
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None  # not on a Mac
+    return len(allowed) if allowed else os.cpu_count() or 1
 
 
 def _read(path: str) -> str:

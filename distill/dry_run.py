@@ -24,6 +24,7 @@ from distill.teacher.answers import to_answer
 from distill.teacher.started_vllm import answering_target
 from distill.teacher.store import bytes_per_token
 from eval.decoding.target import Target
+from eval.measuring import metrics
 from eval.measuring.cost import break_even_acceptance_rate, ceiling_speedup
 from eval.measuring.timing import step_costs
 
@@ -76,7 +77,8 @@ def print_gain(recipe: Recipe, pair: Pair, prompts: list[list[int]], target: Tar
             target.decoder, [drafter], context, recipe.max_gamma, recipe.sampling, REPEATS
         )
         needed, ceiling = break_even_acceptance_rate(costs), ceiling_speedup(costs)
-        c, shown = costs.draft(1) / costs.target_step, "none" if needed is None else f"{needed:.2f}"
+        c = metrics.cost_ratio(costs)
+        shown = "none" if needed is None else f"{needed:.2f}"
         print(f"{name:>10}  {c:>6.3f}  {shown:>26}  {ceiling:>12.2f}x")
         ceilings.append(ceiling)
     if max(ceilings) <= 1:

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from align.sources import cache_folder
 from eval.decoding.prompt_run import PromptRun
 from eval.measuring import timing
-from eval.measuring.output_check import ledger
-from eval.measuring.runs import Agreement, Answer, DraftLog, RunLog, StepCosts
+from eval.measuring.cost import StepCosts
+from eval.measuring.runs import Agreement, Answer, DraftLog, RunLog
 from eval.reporting import page
 from eval.reporting.build import build_report
 
@@ -174,7 +174,7 @@ def made_up_measurement(name, alpha, prompts=40, **changes):
         "agreement": [made_up_agreement(rng, str(i), alpha) for i in range(prompts + 10)],
         "runs": [made_up_run(rng, str(i), alpha, gamma=3) for i in range(prompts)],
         "baseline": [made_up_run(rng, str(i), 0, 0, blocks=30) for i in range(prompts)],
-        "costs": StepCosts(0.001, 0.010, {1: 0.010, 2: 0.0105, 3: 0.011, 4: 0.011, 5: 0.012}, 60),
+        "costs": StepCosts(1.0, 10.0, {1: 10.0, 2: 10.5, 3: 11.0, 4: 11.0, 5: 12.0}, 60),
         "memory": {
             "target_bytes": 270_000_000,
             "draft_bytes": 27_000_000,
@@ -183,14 +183,14 @@ def made_up_measurement(name, alpha, prompts=40, **changes):
         "full_form_bytes": 85_000_000,
         "gamma": 3,
         "gamma_policy": "fixed",
-        "lossless": ledger(
-            prompts,
-            [
+        "lossless": {
+            "prompts": prompts,
+            "divergences": [
                 {"prompt": str(i), "position": 7 + i, "target": " value", "drafted": "|`<b>`"}
                 | {"gap": 0.01, "error": 0.03, "tie": True}
                 for i in range(2)
             ],
-        ),
+        },
     }
     return DraftLog(**(fields | changes))
 

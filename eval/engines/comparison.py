@@ -20,7 +20,7 @@ from eval.decoding.verification import Sampling
 from eval.engines.load import TimedRound, load_point, load_rounds, timed_round
 from eval.engines.server import ServerError
 from eval.measuring.evaluation import decoding_facts, prompt_facts
-from eval.measuring.output_check import divergence, ledger
+from eval.measuring.output_check import divergence
 from eval.measuring.runs import Answer, DraftLog, RunLog, Speculation
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.build import build_report
@@ -207,7 +207,7 @@ class Comparison:
             name=contender.name,
             runs=drafted,
             baseline=plain,
-            lossless=ledger(len(pairs), self.divergent(contender)),
+            lossless={"prompts": len(pairs), "divergences": self.divergent(contender)},
             by_load=by_load,
         )
 

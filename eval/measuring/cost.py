@@ -11,37 +11,55 @@ trip and the transfer of its output to each speculation step (docs/serving.md).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Annotated
 
+import numpy as np
+import pydantic.dataclasses
 from pydantic import Field
 from scipy.optimize import bisect
 
-from eval.measuring.intervals import Count, Part, Quantity
-from eval.measuring.runs import StepCosts
+from eval.measuring.intervals import Count, Floats, Part, Quantity
 
 WORTH_IT = 1.05  # a lower speed-up is below the noise of a serving machine
 
 
-class Costs(Part):
-    """Isolated forwards at the run's mean context length, batch size 1, milliseconds."""
+@pydantic.dataclasses.dataclass(config=Part.model_config)
+class StepCosts:
+    """Median milliseconds of isolated steps at the run's mean context length, batch size 1.
+
+    A step is forward, head, and argmax or logits processors; the random draw is not timed.
+    """
 
     draft_step_ms: Quantity
-    draft_block_ms: Quantity = Field(default=0.0, description="once a draft, besides its steps")
     target_step_ms: Quantity
-    target_verify_ms: dict[str, Quantity] = Field(description="by number of tokens in the call")
+    target_verify_ms: Annotated[
+        dict[int, Quantity], Field(description="by number of tokens in the call")
+    ]
     context_length: Count
+    draft_block_ms: Quantity = Field(default=0.0, description="once a draft, besides its steps")
 
-    @classmethod
-    def of(cls, costs: StepCosts) -> Self:
-        """The step costs in milliseconds."""
-        verify = sorted(costs.target_verify.items())
-        return cls(
-            draft_step_ms=1000 * costs.draft_step,
-            draft_block_ms=1000 * costs.draft_block,
-            target_step_ms=1000 * costs.target_step,
-            target_verify_ms={str(width): 1000 * seconds for width, seconds in verify},
-            context_length=costs.context_length,
-        )
+    @property
+    def longest_draft(self) -> int:
+        """The longest draft whose verification was timed."""
+        return max(self.target_verify_ms) - 1
+
+    def draft(self, tokens: float | Floats) -> Floats:
+        """Milliseconds of a draft of this number of tokens; 0 for 0 tokens."""
+        block = self.draft_block_ms * np.minimum(tokens, 1.0)
+        return np.asarray(block + self.draft_step_ms * np.asarray(tokens), dtype=np.float64)
+
+    def verify(self, tokens: float | Floats) -> Floats:
+        """Milliseconds of a target call on this number of tokens, interpolated between widths.
+
+        Raises ValueError for more tokens than were timed.
+        """
+        widths, timed = zip(*sorted(self.target_verify_ms.items()), strict=True)
+        if np.max(tokens) > widths[-1] + 1e-9:
+            raise ValueError(
+                f"target calls were timed up to {widths[-1]} tokens, but {np.max(tokens):g} are "
+                f"needed; time them up to the draft length + 1"
+            )
+        return np.asarray(np.interp(tokens, widths, timed), dtype=np.float64)
 
 
 def same_at_every_position(acceptance_rate: float, draft_length: int) -> list[float]:
@@ -56,7 +74,7 @@ def expected_speedup(accepted: Sequence[float], costs: StepCosts) -> float:
     """
     draft_length = len(accepted)
     step = float(costs.draft(draft_length) + costs.verify(draft_length + 1.0))
-    return (1 + sum(accepted)) * costs.target_step / step
+    return (1 + sum(accepted)) * costs.target_step_ms / step
 
 
 def best_draft_length(accepted: Sequence[float], costs: StepCosts) -> tuple[int, float]:

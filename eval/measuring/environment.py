@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from align.machine import cores
+
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -20,7 +22,7 @@ def environment(engine: str, version: str | None, device: torch.device) -> dict[
         "engine": engine,
         "engine_version": version,
         "hardware": cpu_model() if on_cpu else torch.cuda.get_device_name(device),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "cores": cores(),
         "threads": torch.get_num_threads() if on_cpu else None,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "load_average": round(os.getloadavg()[0], 2),

@@ -22,11 +22,12 @@ from eval.decoding.target import Target, tensor_sha256
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics
 from eval.measuring.agreement import BATCH, measure_agreement, target_texts
+from eval.measuring.cost import StepCosts
 from eval.measuring.environment import environment
 from eval.measuring.intervals import measure
 from eval.measuring.journal import Journal
 from eval.measuring.losslessness import LosslessCheck
-from eval.measuring.runs import Answer, DraftLog, RunLog, StepCosts
+from eval.measuring.runs import Answer, DraftLog, RunLog
 from eval.measuring.timing import (
     Contender,
     decode_in_turns,
@@ -107,7 +108,7 @@ def evaluate(
     costs: list[StepCosts] = journal.once(
         "step costs",
         lambda: step_costs(target.decoder, [*drafters.values()], context, longest, sampling),
-        lambda each: [StepCosts.from_json(fields) for fields in each],
+        lambda each: [StepCosts(**fields) for fields in each],
     )
 
     # 3. The draft length of each draft, on the tuning prompts.

@@ -13,9 +13,9 @@ import json
 import sys
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -28,7 +28,7 @@ Row = TypeVar("Row")
 R = TypeVar("R")
 
 
-class Journal:
+class Journal(AbstractContextManager["Journal"]):
     """The results so far, in the file `path`, which is removed when the `with` block succeeds.
 
     If an error ends the block, the file stays, and a message says what it holds. resumed: whether
@@ -40,15 +40,7 @@ class Journal:
         self.results: dict[str, list[Any]] = {}  # by stage, as JSON
         self.resumed = False
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is None:
             self.path.unlink(missing_ok=True)
         elif self.results:

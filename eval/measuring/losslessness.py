@@ -21,7 +21,7 @@ from eval.decoding.loop import Decoding, decode
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.target import Target
 from eval.measuring.agreement import target_texts
-from eval.measuring.output_check import divergence, ledger
+from eval.measuring.output_check import divergence
 from eval.prompts import Prompt, PromptSet
 
 WIDEST_TIE = {torch.bfloat16: 1.0, torch.float16: 0.25, torch.float32: 0.01}  # logits (nats)
@@ -98,7 +98,7 @@ class LosslessCheck:
             exact = decode(self.exact, drafter, prompt, ids, self.decoding, draft_length)
             if exact.tokens != self.exact_outputs[prompt.id]:
                 entry |= DIVERGES_IN_FP32
-        return ledger(len(runs), entries)
+        return {"prompts": len(runs), "divergences": entries}
 
     @torch.inference_mode()
     def _logits_at(

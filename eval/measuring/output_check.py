@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
-from pydantic import Field, computed_field, model_validator
+from pydantic import Field, computed_field
 
 from eval.decoding.prompt_run import PromptRun
 from eval.measuring.intervals import Count, Part, Positive, Quantity
@@ -33,25 +33,29 @@ class Ledger(Part):
     """
 
     prompts: Positive
-    identical: Count
-    tie_divergences: Count
-    unexplained: Count = Field(description="mismatches; must be 0")
     divergences: list[Divergence]
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def identical(self) -> int:
+        """The number of exact matches."""
+        return self.prompts - len(self.divergences)
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def tie_divergences(self) -> int:
+        return sum(entry.tie for entry in self.divergences)
+
+    @computed_field(description="mismatches; must be 0")  # type: ignore[prop-decorator]
+    @property
+    def unexplained(self) -> int:
+        return len(self.divergences) - self.tie_divergences
 
     @computed_field(description="of the near-tie divergences, in nats")  # type: ignore[prop-decorator]
     @property
     def largest_gap(self) -> float | None:
         """The largest gap of a near-tie divergence, in nats; None without near-ties."""
         return max((d.gap for d in self.divergences if d.tie and d.gap is not None), default=None)
-
-    @model_validator(mode="after")
-    def _counts_add_up(self) -> Self:
-        if self.identical + self.tie_divergences + self.unexplained != self.prompts:
-            raise ValueError(
-                f"{self.identical} exact matches, {self.tie_divergences} near-ties and "
-                f"{self.unexplained} mismatches are not {self.prompts} prompts"
-            )
-        return self
 
     def __str__(self) -> str:
         text = f"{self.identical} of {self.prompts} responses token-identical"
@@ -63,18 +67,6 @@ class Ledger(Part):
         if self.unexplained:
             text += f", {self.unexplained} MISMATCH{'ES' * (self.unexplained > 1)}"
         return text
-
-
-def ledger(prompts: int, divergences: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fields of a `Ledger` of `prompts` prompts with these divergences."""
-    ties = sum(entry["tie"] for entry in divergences)
-    return {
-        "prompts": prompts,
-        "identical": prompts - len(divergences),
-        "tie_divergences": ties,
-        "unexplained": len(divergences) - ties,
-        "divergences": divergences,
-    }
 
 
 def divergence(

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, NamedTuple
 
 from eval.decoding.prompt_run import PromptRun
-
-Floats = NDArray[np.float64]
+from eval.measuring.cost import StepCosts
 
 
 class Speculation(NamedTuple):
@@ -65,55 +61,6 @@ class Agreement:
     guesses: list[int] = field(default_factory=list)
     group: str | None = None
     prompt_tokens: int | None = None
-
-
-@dataclass
-class StepCosts:
-    """Median seconds of isolated steps at the run's mean context length, batch size 1.
-
-    A step is forward, head, and argmax or logits processors; the random draw is not timed.
-    draft_block: seconds per draft of any length, in addition to one draft_step per token.
-    """
-
-    draft_step: float
-    target_step: float
-    target_verify: dict[int, float]  # key: number of tokens in the call, 1..longest_draft + 1
-    context_length: int
-    draft_block: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.target_step <= 0 or self.draft_step < 0 or min(self.target_verify.values()) <= 0:
-            raise ValueError(f"step costs must be seconds (the target's above 0), but are {self}")
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        verify = {int(width): seconds for width, seconds in fields["target_verify"].items()}
-        return cls(**fields | {"target_verify": verify})
-
-    @property
-    def longest_draft(self) -> int:
-        """The longest draft whose verification was timed."""
-        return max(self.target_verify) - 1
-
-    def draft(self, tokens: float | Floats) -> Floats:
-        """Seconds of a draft of this number of tokens; 0 for 0 tokens."""
-        block = self.draft_block * np.minimum(tokens, 1.0)
-        return np.asarray(block + self.draft_step * np.asarray(tokens), dtype=np.float64)
-
-    def verify(self, tokens: float | Floats) -> Floats:
-        """Seconds of a target call on this number of tokens, interpolated between timed widths.
-
-        Raises ValueError for more tokens than were timed.
-        """
-        widths = np.array(sorted(self.target_verify), dtype=np.float64)
-        widest = float(np.max(tokens))
-        if widest > widths[-1] + 1e-9:
-            raise ValueError(
-                f"target calls were timed up to {int(widths[-1])} tokens, but {widest:g} are "
-                f"needed; time them up to the draft length + 1"
-            )
-        seconds = np.array([self.target_verify[int(width)] for width in widths])
-        return np.asarray(np.interp(tokens, widths, seconds), dtype=np.float64)
 
 
 # Fields of a draft's report that only the reference decoder can measure, and why others cannot.

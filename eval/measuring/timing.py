@@ -20,8 +20,8 @@ from eval.decoding.loop import Decoding, decode
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
+from eval.measuring.cost import StepCosts
 from eval.measuring.journal import Journal
-from eval.measuring.runs import StepCosts
 from eval.prompts import Prompt, PromptSet
 
 COST_REPEATS = 30  # rounds in which all steps are timed
@@ -74,7 +74,7 @@ def step_costs(
             synchronise()
             if repeat >= WARM_UP_ROUNDS:
                 seconds[step].append(time.perf_counter() - clock)
-    median = {step: statistics.median(seconds[step]) for step in steps}
+    median = {step: 1000 * statistics.median(seconds[step]) for step in steps}
     verify = {width: median["target", width] for width in range(1, longest_draft + 2)}
     costs = []
     for number in range(len(drafters)):
@@ -116,12 +116,12 @@ def fastest_length(
         steps += zip(run.drafted[whole], run.accepted[whole], free, strict=True)
 
     def tokens_per_second(length: int) -> float:
-        tokens = seconds = 0.0
+        tokens = ms = 0.0
         for drafted, accepted, free in steps:
             verified = min(drafted, length)
             tokens += 1 + min(accepted, length)
-            seconds += float(costs.draft(0 if free else verified) + costs.verify(verified + 1))
-        return tokens / seconds if steps else 0.0
+            ms += float(costs.draft(0 if free else verified) + costs.verify(verified + 1))
+        return 1000 * tokens / ms if steps else 0.0
 
     return max(range(1, longest + 1), key=tokens_per_second)
 

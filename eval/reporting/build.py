@@ -9,10 +9,10 @@ from eval.decoding.target import weights_sha256
 from eval.measuring import metrics
 from eval.measuring.atlas import build_atlas, telling_prompts
 from eval.measuring.copy_share import COPY_CLASSES, copy_classes, described
-from eval.measuring.cost import Costs, Payoff, payoff
+from eval.measuring.cost import Payoff, StepCosts, payoff
 from eval.measuring.intervals import Both, NothingToMeasure
 from eval.measuring.metrics import PromptSums, measured, prompt_table
-from eval.measuring.runs import DraftLog, RunLog, StepCosts
+from eval.measuring.runs import DraftLog, RunLog
 from eval.reporting.fields import NGRAM, NGRAM_FIRST, SCHEMA, Report, checked
 
 # Fields that are copied from the logs
@@ -142,7 +142,7 @@ def _numbers(
         }
     if (costs := log.costs) is not None:
         numbers |= {
-            "costs": lambda: Costs.of(costs),
+            "costs": lambda: costs,
             "c": lambda: metrics.cost_ratio(costs),
             "verify_ratio": lambda: metrics.verify_ratio(costs, metrics.mean_drafted(table)),
             "predicted_speedup": lambda: measured(metrics.predicted_speedup(costs), table),

@@ -14,7 +14,7 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 from align.sources import abridged
 from eval.measuring.atlas import Atlas
 from eval.measuring.copy_share import Answers
-from eval.measuring.cost import Costs, Payoff
+from eval.measuring.cost import Payoff, StepCosts
 from eval.measuring.intervals import Both, Count, Measured, Part, Positive, Quantity, Share
 from eval.measuring.metrics import (
     CategoryNumbers,
@@ -100,7 +100,7 @@ class DraftReport(Part):
         "Falls as gamma grows."
     )
     per_position: Annotated[list[PositionAcceptance], Field(min_length=1)] | None
-    costs: Costs | None
+    costs: StepCosts | None
     c: Quantity | None = Field(description="seconds of one draft step / of one target step.")
     verify_ratio: Quantity | None = Field(
         description="time of a call on gamma + 1 tokens / on one."
@@ -286,14 +286,6 @@ class Report(Part):
                     first = schedule.pop()[0]
                 schedule.append((first, last, length))
         return schedules
-
-    @model_validator(mode="after")
-    def _gains_are_of_these_drafts(self) -> Self:
-        for i, entry in enumerate(self.gain):
-            for name in (entry.draft, entry.over):
-                if name not in self.drafts:
-                    raise ValueError(f"gain[{i}] compares with {name!r}, which is not in `drafts`")
-        return self
 
 
 # --- Reading ---

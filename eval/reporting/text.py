@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-
-from rich.console import Console
-from rich.text import Text
 
 from eval.reporting.fields import Report
 from eval.reporting.tables import Table, gain_table, result_table
 from eval.reporting.verdict import times, top
 from eval.reporting.warnings import find_warnings
 
-LOG_WIDTH = 100  # columns, if the output is not a terminal
 
-
-def print_summary(report: Report, console: Console | None = None) -> None:
+def print_summary(report: Report) -> None:
     """Print the first lines of the report at the end of a run."""
-    console = console or Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
-    lines = top(report)
-    styled = [(f"Verdict: {lines.verdict}", "bold")]
-    broken = any(draft.lossless.unexplained for draft in report.drafts.values())
-    styled.append((f"Output:  {lines.output}", "red bold" if broken else ""))
-    width = max(len(name) for name, _ in lines.speedups)
-    styled.append((f"Speed-up over {lines.speedups[0][1].n} prompts:", ""))
-    styled += [(f"  {name:{width}}  {times(value)}", "") for name, value in lines.speedups]
-    for before, line in (
-        ("  ", lines.note),
-        ("Memory:  ", lines.memory),
-        ("Next:    ", lines.command),
-    ):
-        styled += [(before + line, "")] if line else []
-    styled += [(f"Warning: {warning.text}", "yellow") for warning in find_warnings(report)]
-    styled.append((lines.setting, ""))
-    with console.capture() as shown:
-        # Text, because markup would read a path or an interval in brackets as a style
-        console.print("", *(Text(line, style=style) for line, style in styled), sep="\n")
-    console.file.writelines(f"{line.rstrip()}\n" for line in shown.get().splitlines())
+    first = top(report)
+    width = max(len(name) for name, _ in first.speedups)
+    lines = ["", f"Verdict: {first.verdict}", f"Output:  {first.output}"]
+    lines += [f"Speed-up over {first.speedups[0][1].n} prompts:"]
+    lines += [f"  {name:{width}}  {times(value)}" for name, value in first.speedups]
+    lines += [f"  {first.note}"] if first.note else []
+    lines += [f"Memory:  {first.memory}"] if first.memory else []
+    lines += [f"Next:    {first.command}"] if first.command else []
+    lines += [f"Warning: {warning.text}" for warning in find_warnings(report)]
+    print("\n".join([*lines, first.setting]))
 
 
 def _grid(table: Table) -> Iterator[str]:

@@ -140,9 +140,6 @@ def _output(report: Report) -> str:
     checks = [draft.lossless for draft in report.drafts.values()]
     total = Ledger(
         prompts=sum(check.prompts for check in checks),
-        identical=sum(check.identical for check in checks),
-        tie_divergences=sum(check.tie_divergences for check in checks),
-        unexplained=sum(check.unexplained for check in checks),
         divergences=[entry for check in checks for entry in check.divergences],
     )
     drafts = f", {len(checks)} drafts together" if checks[1:] else ""

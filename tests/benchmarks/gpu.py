@@ -151,10 +151,10 @@ def measured(target, drafter, prompts, ids, how):
         target.decoder, [drafter], PROMPT_TOKENS + new_tokens // 2, GAMMA, how.sampling
     )
     figures = {
-        "target step ms": round(1000 * costs.target_step, 3),
-        "draft step ms": round(1000 * costs.draft_step, 3),
-        "c": round(costs.draft_step / costs.target_step, 3),
-        "verify ratio": round(costs.target_verify[GAMMA + 1] / costs.target_step, 3),
+        "target step ms": round(costs.target_step_ms, 3),
+        "draft step ms": round(costs.draft_step_ms, 3),
+        "c": round(costs.draft_step_ms / costs.target_step_ms, 3),
+        "verify ratio": round(costs.target_verify_ms[GAMMA + 1] / costs.target_step_ms, 3),
     }
 
     def run(contender):

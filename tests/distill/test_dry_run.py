@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from align.sources import load_config
 from distill import dry_run
 from distill.train import run
-from eval.measuring.runs import StepCosts
+from eval.measuring.cost import StepCosts
 
 PRUNED = {"draft": None, "num_draft_layers": 1}
 TABLE = re.compile(r"^ *(.+?)  +(\d\.\d{3})  +(none|\d\.\d\d)  +(\d\.\d\d)x$", re.MULTILINE)

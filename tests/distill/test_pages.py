@@ -16,7 +16,7 @@ from align import check
 from distill import dry_run
 from distill.recipe import read_yaml, recipe_files, yaml_text
 from eval import run as evaluation
-from eval.measuring.runs import StepCosts
+from eval.measuring.cost import StepCosts
 from tests.test_docs import PAGES, ROOT, blocks, commands
 
 # what every recipe gets on top, to be as short as possible

@@ -46,8 +46,7 @@ def run(tmp_path, sample_report, measurement):
     (folder / "provenance.json").write_text('{"seed": 0, "git_commit": "1234abc"}')
     report = sample_report.model_copy(deep=True)
     report.engine, report.device = "torch", "cpu (2 threads)"
-    lossless = report.drafts["tuned"].lossless
-    lossless.identical, lossless.tie_divergences, lossless.divergences = 40, 0, []
+    report.drafts["tuned"].lossless.divergences = []
     report.drafts["tuned"].sha256 = weights_sha256(str(draft / "compact"))
     write_report(folder / "report", report)
     return folder
@@ -172,7 +171,8 @@ def spoil_full_form(run):
 
 
 def mismatch(report):
-    report["drafts"]["tuned"]["lossless"] |= {"identical": 39, "unexplained": 1}
+    wrong = {"prompt": "3", "position": 7, "target": "a", "drafted": "b", "tie": False}
+    report["drafts"]["tuned"]["lossless"]["divergences"] = [wrong | {"gap": None, "error": None}]
 
 
 @pytest.mark.parametrize(

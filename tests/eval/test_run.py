@@ -242,7 +242,7 @@ def test_each_draft_has_the_draft_length_that_is_fastest_for_it(folder, tmp_path
     tried = []
 
     def fastest(target, drafter, prompts, how, costs, longest):
-        tried.append((drafter.path, costs.target_step, len(prompts.prompts)))
+        tried.append((drafter.path, costs.target_step_ms, len(prompts.prompts)))
         return 1 if "draft" in drafter.path else 3
 
     monkeypatch.setattr(evaluation, "fastest_length", fastest)

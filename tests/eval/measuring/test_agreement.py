@@ -6,11 +6,7 @@ import pytest
 import torch
 
 from eval.decoding.verification import Sampling
-from eval.measuring.agreement import (
-    entropy_bits,
-    measure_agreement,
-    target_texts,
-)
+from eval.measuring.agreement import entropy_bits, measure_agreement, target_texts
 from tests.eval.measuring.made_up import GREEDY, IDS, SET, baselines
 
 BY_ID = dict(zip(("p0", "p1", "p2"), IDS, strict=True))
@@ -34,17 +30,23 @@ def test_alpha_is_one_for_the_target_itself_and_counts_agreeing_positions(
 ):
     texts = target_texts(target, BY_ID, GREEDY)
     drafters = {"own": own, "other": other}
-    found, _ = measure_agreement(target, drafters, SET, texts, GREEDY, journal)
+    found, entropy = measure_agreement(target, drafters, SET, texts, GREEDY, journal)
     assert [row.alpha_sum for row in found["own"]] == [20.0] * 3
     assert [row.group for row in found["own"]] == ["a", "a", None]
-    for row, ids, text in zip(found["other"], IDS, texts, strict=True):
-        agreed = 0
-        for at, token in enumerate(text):
+    for row, bits, ids, text in zip(found["other"], entropy, IDS, texts, strict=True):
+        guesses = []
+        for at in range(len(text)):
             context = torch.tensor([ids + text[:at]])
             logits = other.decoder.forward(context, 0, other.decoder.new_cache(1, 100))[0, -1]
-            agreed += int(logits.argmax()) == token
-        assert row.alpha_sum == agreed
-        assert row.positions == 20
+            guesses.append(int(logits.argmax()))
+        assert row.guesses == guesses
+        agreed = [guess == token for guess, token in zip(guesses, text, strict=True)]
+        assert [value == 1 for value in row.values] == agreed
+        assert (row.alpha_sum, row.positions) == (sum(agreed), 20)
+        logits = target.decoder.forward(torch.tensor([ids]), 0, target.decoder.new_cache(1, 100))
+        p = logits[0, -1].double().softmax(-1)
+        assert bits[0] == pytest.approx(float(-(p * p.log2()).sum()), abs=1e-4)
+        assert len(bits) == 20
 
 
 def test_logits_that_are_no_numbers_in_one_answer_are_refused(target, own, journal):
@@ -79,21 +81,6 @@ def test_sampled_alpha_is_the_overlap_of_the_distributions(target, other, journa
         )
         overlap += float(torch.minimum(p, q).sum())
     assert found["other"][0].alpha_sum == pytest.approx(overlap, abs=1e-4)
-
-
-def test_the_log_of_alpha_keeps_positions_guesses_and_entropy(target, other, journal):
-    texts = target_texts(target, BY_ID, GREEDY)
-    found, entropy = measure_agreement(target, {"other": other}, SET, texts, GREEDY, journal)
-    for row, bits, ids, text in zip(found["other"], entropy, IDS, texts, strict=True):
-        assert len(row.values) == len(row.guesses) == len(bits) == row.positions
-        assert [value == 1 for value in row.values] == [
-            guess == token for guess, token in zip(row.guesses, text, strict=True)
-        ]
-        logits = target.decoder.forward(
-            torch.tensor([ids]), 0, target.decoder.new_cache(1, 100), last_only=True
-        )
-        p = logits[0, -1].double().softmax(-1)
-        assert bits[0] == pytest.approx(float(-(p * p.log2()).sum()), abs=1e-4)
 
 
 def test_entropy_of_known_distributions():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eval.measuring import cost, metrics
-from eval.measuring.runs import StepCosts
+from eval.measuring.cost import StepCosts
 
 
 def free_verification(c, longest=30):
@@ -16,15 +16,11 @@ def speedup(acceptance_rate, draft_length, costs):
     return cost.expected_speedup(cost.same_at_every_position(acceptance_rate, draft_length), costs)
 
 
-def test_a_perfect_and_a_useless_draft():
-    assert cost.same_at_every_position(1.0, 3) == [1.0, 1.0, 1.0]
-    assert cost.same_at_every_position(0.0, 2) == [0.0, 0.0]
-
-
 def test_the_acceptance_length_is_what_a_simulation_gives():
     rng = np.random.default_rng(0)
     accepted = (rng.random((200_000, 4)) < 0.7).cumprod(axis=1).mean(axis=0)
     assert cost.same_at_every_position(0.7, 4) == pytest.approx(accepted.tolist(), abs=0.02)
+    assert cost.same_at_every_position(0.0, 2) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +87,7 @@ def test_the_estimate_is_made_from_acceptance_at_each_position():
 
 def test_a_pass_once_a_draft_counts_once():
     """What a parallel draft costs: the same pass for one token or four, and a choice for each."""
-    costs = StepCosts(0.001, 0.010, {1: 0.010, 2: 0.010, 5: 0.012}, 100, draft_block=0.004)
+    costs = StepCosts(0.001, 0.010, {1: 0.010, 2: 0.010, 5: 0.012}, 100, draft_block_ms=0.004)
     assert [float(costs.draft(n)) for n in (0, 1, 4)] == pytest.approx([0, 0.005, 0.008])
     assert speedup(0.0, 4, costs) == pytest.approx(0.010 / (0.008 + 0.012))
     assert metrics.cost_ratio(costs) == pytest.approx(0.5)

@@ -8,6 +8,7 @@ import torch
 from eval.decoding.build import build_decoder
 from eval.decoding.loop import decode
 from eval.measuring.losslessness import LosslessCheck, tie
+from eval.measuring.output_check import Ledger
 from tests.eval.measuring.made_up import GREEDY, IDS, PROMPTS, SET, VOCAB, baselines
 
 LENGTH = 3
@@ -21,35 +22,30 @@ def changed(run, at):
 
 def check(target, runs, draft):
     """The ledger of runs against the target alone."""
-    return LosslessCheck(target, GREEDY, list).ledger(draft, LENGTH, SET, baselines(target), runs)
+    made = LosslessCheck(target, GREEDY, str).ledger(draft, LENGTH, SET, baselines(target), runs)
+    return Ledger(**made)
 
 
 def test_identical_runs_are_identical(target, own):
-    assert check(target, baselines(target), own) == {
-        "prompts": 3,
-        "identical": 3,
-        "tie_divergences": 0,
-        "unexplained": 0,
-        "divergences": [],
-    }
+    found = check(target, baselines(target), own)
+    assert (found.prompts, found.identical, found.divergences) == (3, 3, [])
 
 
 def test_another_token_where_nothing_ties_is_unexplained(target, own):
     base = baselines(target)
     other = changed(base[1], 7)
-    counts = check(target, [base[0], other, base[2]], own)
-    (entry,) = counts.pop("divergences")
-    assert counts == {"prompts": 3, "identical": 2, "tie_divergences": 0, "unexplained": 1}
-    assert (entry["prompt"], entry["position"], entry["tie"]) == ("p1", 7, False)
-    assert entry["target"] == [base[1].tokens[7]]
-    assert entry["drafted"] == [other.tokens[7]]
-    assert entry["gap"] > entry["error"] >= 0
+    found = check(target, [base[0], other, base[2]], own)
+    (entry,) = found.divergences
+    assert (found.identical, found.tie_divergences, found.unexplained) == (2, 0, 1)
+    assert (entry.prompt, entry.position, entry.tie) == ("p1", 7, False)
+    assert (entry.target, entry.drafted) == (str([base[1].tokens[7]]), str([other.tokens[7]]))
+    assert entry.gap > entry.error >= 0
 
 
 def test_a_text_that_is_cut_short_is_unexplained(target, own):
     first, *others = baselines(target)
     short = dataclasses.replace(first, tokens=first.tokens[:-1])
-    assert check(target, [short, *others], own)["unexplained"] == 1
+    assert check(target, [short, *others], own).unexplained == 1
 
 
 class Duplicated:
@@ -74,11 +70,11 @@ def test_a_tie_is_explained_only_when_fp32_agrees(target, own):
     # the partner of the likeliest token, at a gap of 1e-3, in blocks of two
     wide = dataclasses.replace(changed(base[0], 5), drafted=[1] * 19)
     runs = [wide, *base[1:]]
-    assert check(tied, runs, own)["tie_divergences"] == 1
+    assert check(tied, runs, own).tie_divergences == 1
     # the same divergence, but an exact decoder that itself gives other tokens with a draft
-    found = LosslessCheck(tied, GREEDY, list)
+    found = LosslessCheck(tied, GREEDY, str)
     found.exact = Duplicated(target.decoder, 1e-3)
-    assert found.ledger(own, LENGTH, SET, base, runs)["unexplained"] == 1
+    assert Ledger(**found.ledger(own, LENGTH, SET, base, runs)).unexplained == 1
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,15 @@ import pytest
 
 from eval.decoding.prompt_run import PromptRun
 from eval.measuring import metrics
+from eval.measuring.cost import StepCosts
 from eval.measuring.intervals import NothingToMeasure
 from eval.measuring.metrics import difference, measured, prompt_table
-from eval.measuring.runs import Agreement, StepCosts
+from eval.measuring.runs import Agreement
 
 COSTS = StepCosts(
-    draft_step=0.1,
-    target_step=1.0,
-    target_verify={1: 1.0, 2: 1.1, 3: 1.2, 4: 1.4},
+    draft_step_ms=0.1,
+    target_step_ms=1.0,
+    target_verify_ms={1: 1.0, 2: 1.1, 3: 1.2, 4: 1.4},
     context_length=9,
 )
 
@@ -87,8 +88,6 @@ def test_the_acceptance_rate_is_the_mean_over_positions_not_over_prompts():
     assert rate.n == 2  # a prompt without positions is left out
     assert rate.range == (0.0, 0.9)
     assert alpha(Agreement("a", None, 2.0000001, 2)).mean == 1.0  # rounding
-    with pytest.raises(ValueError, match="alpha_sum 3"):
-        alpha(Agreement("a", None, 3.0, 2))
 
 
 def test_an_accepted_end_of_text_ends_a_whole_step_without_a_bonus_token():
@@ -146,8 +145,6 @@ def test_costs():
     assert metrics.verify_ratio(COSTS, 2.5) == pytest.approx(1.3)  # between the timed widths
     with pytest.raises(ValueError, match="timed up to 4 tokens, but 5 are needed"):
         metrics.verify_ratio(COSTS, 4)
-    with pytest.raises(ValueError, match="the target's above 0"):
-        StepCosts(0.1, 0.0, {1: 1.0}, 9)
 
 
 def test_what_was_looked_up_takes_no_draft_step():
@@ -166,7 +163,7 @@ def test_decode_efficiency_leaves_prefill_and_a_cut_step_out():
 
 
 def test_a_decoder_without_overhead_has_efficiency_one():
-    block = 2 * COSTS.draft_step + 1.2
+    block = 2 * COSTS.draft_step_ms + 1.2
     runs = [make_run(str(i), seconds=(block,) * 3) for i in range(10)]
     efficiency = measured(metrics.decode_efficiency(COSTS), table(runs))
     assert efficiency.mean == pytest.approx(1.0)
@@ -287,7 +284,7 @@ def test_speed_against_a_plain_loop(seed):
     assert speedup.ci95[0] < speedup.mean < speedup.ci95[1]
     length, drafted = tau(runs).mean, metrics.mean_drafted(rows)
     step = drafted * 0.1 + np.interp(drafted + 1, [1, 2, 3, 4], [1, 1.1, 1.2, 1.4])
-    wide = StepCosts(0.1, 1.0, {**COSTS.target_verify, 5: 1.5}, 9)
+    wide = StepCosts(0.1, 1.0, {**COSTS.target_verify_ms, 5: 1.5}, 9)
     predicted = measured(metrics.predicted_speedup(wide), rows)
     assert predicted.mean == pytest.approx(length / step)
 

@@ -10,7 +10,7 @@ from eval.decoding.loop import Decoding, decode
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics, timing
-from eval.measuring.runs import StepCosts
+from eval.measuring.cost import StepCosts
 from eval.measuring.timing import (
     Contender,
     decode_in_turns,
@@ -37,12 +37,13 @@ def test_costs_are_those_of_every_width_after_the_warm_up(target, own, monkeypat
 
         return run
 
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock / 1000))
     monkeypatch.setattr(timing, "timed_step", lambda target, cache, width, *_: step(width))
     monkeypatch.setattr(type(own), "step", lambda *_: step(0.5))
     both = step_costs(target.decoder, [own, own], 30, 3, Sampling(), repeats=2)
-    quiet = StepCosts(0.5, 1.0, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}, 30)
-    assert both == [quiet] * 2
+    for costs in both:
+        assert (costs.draft_step_ms, costs.target_step_ms) == pytest.approx((0.5, 1.0))
+        assert costs.target_verify_ms == pytest.approx({1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0})
     # the target's steps are timed once for both drafts
     assert timed == [1, 0.5, 2, 0.5, 3, 4] * 5
 
@@ -79,12 +80,12 @@ def test_no_part_of_a_parallel_draft_costs_less_than_nothing(
 
         return run
 
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock / 1000))
     monkeypatch.setattr(timing, "timed_step", lambda *_: taking(1.0))
     monkeypatch.setattr(type(own), "step", lambda *_: taking(step))
     monkeypatch.setattr(type(own), "block", lambda *_: taking(block))
     (costs,) = step_costs(target.decoder, [own], 30, 3, Sampling(), repeats=2)
-    assert (costs.draft_step, costs.draft_block) == (token, once)
+    assert (costs.draft_step_ms, costs.draft_block_ms) == pytest.approx((token, once))
 
 
 def costs_of(draft, wider, block=0.0):

@@ -6,7 +6,6 @@ from html.parser import HTMLParser
 
 import pytest
 
-from eval.measuring.output_check import ledger
 from eval.reporting.build import build_report
 from eval.reporting.page import acceptance_charts, is_numeric, render_page
 from eval.reporting.tables import details, result_table
@@ -72,21 +71,16 @@ def test_it_needs_nothing_else(sample_report):
 
 
 def test_text_of_the_report_is_escaped(run_info, measurement):
-    evil = "<script>alert('x')</script>&\""
-    info = dataclasses.replace(run_info, target=evil, provenance={"command": evil})
-    draft = measurement(evil, 0.6)
-    page = render_page(build_report(info, [draft]))
+    """Names, tokens in the text, and tokens in tooltips."""
+    evil = "\"><script>alert('x')</script>&"
+    info = dataclasses.replace(
+        run_info, target=evil, provenance={"command": evil}, spell=lambda token: evil.encode()
+    )
+    page = render_page(build_report(info, [measurement(evil, 0.6)]))
     outline = Outline(page)
     assert "script" not in outline.tags
     assert evil in outline.text
-
-
-def test_tokens_are_escaped_in_text_and_in_tooltips(run_info, measurement):
-    evil = '"><script>alert(1)</script>'
-    info = dataclasses.replace(run_info, spell=lambda token: evil.encode())
-    page = render_page(build_report(info, [measurement("a", 0.6)]))
-    assert "script" not in Outline(page).tags
-    assert "drafted: &#34;&gt;&lt;script&gt;alert(1)&lt;/script&gt;" in page.replace("·", " ")
+    assert "drafted: &#34;&gt;&lt;script&gt;alert" in page
 
 
 @pytest.mark.parametrize(
@@ -98,7 +92,7 @@ def test_the_output_check_is_green_for_exact_matches_alone(
     draft = measurement("a", 0.6)
     entries = [*draft.lossless["divergences"][:ties]]
     entries += [draft.lossless["divergences"][0] | {"tie": False}] * mismatches
-    draft = dataclasses.replace(draft, lossless=ledger(40, entries))
+    draft = dataclasses.replace(draft, lossless={"prompts": 40, "divergences": entries})
     page = render_page(build_report(run_info, [draft]))
     assert f'<span class="pill {mark}">' in page
 
