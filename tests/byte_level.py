@@ -10,13 +10,18 @@ from transformers import PreTrainedTokenizerFast
 SHAPE = {"vocab_size": 257, "eos_token_id": 256}
 
 
-def save(folder, model):
-    """The model with a tokenizer of bytes that ends texts by </s>."""
+def tokenizer_of_bytes():
+    """It ends texts by </s>."""
     vocabulary = {token: i for i, token in enumerate([*sorted(ByteLevel.alphabet()), "</s>"])}
     backend = Tokenizer(BPE(vocabulary, []))
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+
+
+def save(folder, model):
+    """The model with a tokenizer of bytes."""
     model.save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(folder)
+    tokenizer_of_bytes().save_pretrained(folder)
 
 
 def noisy(model, noise):

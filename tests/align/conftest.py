@@ -103,17 +103,22 @@ def make_wheel(index, monkeypatch):
 @pytest.fixture(scope="session")
 def byte_level_tokenizer():
     """Byte-level BPE with merges of its own, and <|im_end|> as id 0."""
+    corpus = [*(text for text in STRINGS if len(text) < 999), "def f(x):\n    return x\n" * 4]
+    return trained(corpus, 420, "<|im_end|>")
+
+
+def trained(texts, size, end):
+    """Byte-level BPE with merges for these texts; the end of a text is id 0."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=420,
-        special_tokens=["<|im_end|>"],
+        vocab_size=size,
+        special_tokens=[end],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    corpus = [*(text for text in STRINGS if len(text) < 999), "def f(x):\n    return x\n" * 4]
-    tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
@@ -138,8 +143,8 @@ def spell(content):
     return "".join(alphabet[byte] for byte in content)
 
 
-def byte_level(vocabulary, added=()):
-    """A tokenizer.json: byte-level BPE without merges, then added tokens (id, content, special)."""
+def byte_level(vocabulary, added=(), merges=()):
+    """A tokenizer.json: byte-level BPE, and added tokens (id, content, special)."""
     part = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return {
@@ -163,7 +168,7 @@ def byte_level(vocabulary, added=()):
             "fuse_unk": False,
             "byte_fallback": False,
             "vocab": vocabulary,
-            "merges": [],
+            "merges": [*merges],
         },
     }
 

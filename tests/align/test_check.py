@@ -3,8 +3,6 @@
 import gzip
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from align.check import check_pair, choose_strategy, main
 from align.checks import Comparison, differences
 from align.sources import SourceError
 from align.vocabulary import read_vocabulary
-from tests.align.conftest import ROOT, spell
+from tests.align.conftest import spell
 
 
 @pytest.fixture
@@ -457,11 +455,3 @@ def test_exit_codes_and_json(write, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--target", "x"])
     assert stopped.value.code == 2
-
-
-def test_the_command(write):
-    spec = write("target")
-    command = [sys.executable, "align/check.py", "--target", spec, "--draft", spec, "--json"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout)["relation"] == "identical"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from filelock import FileLock
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from distill.drafters.kind import Draft
@@ -15,6 +15,7 @@ from distill.recipe import build_recipe
 from distill.teacher.store import CachedAnswer
 from distill.train import run
 from distill.trainer import build_trainer
+from tests.align.conftest import trained
 from tests.conftest import WORKER, cache_without_answers
 from tests.distill.training import FOLLOWED
 
@@ -48,16 +49,7 @@ RUNS = {
 
 
 def tokenizer(texts, size, end):
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=[end],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator(texts, trainer)
+    made = trained(texts, size, end)
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=end, pad_token=end)
 
 

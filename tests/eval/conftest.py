@@ -78,22 +78,6 @@ def adversary():
     return SecondChoice
 
 
-@pytest.fixture(scope="session")
-def accepts_as_named():
-    """Asserts that a draft has accepted as its name says, or a path of the verifier went unused."""
-
-    def check(name, drafted, accepted):
-        assert drafted > 0
-        if name == "self":
-            assert accepted == drafted
-        if name == "good":
-            assert 0 < accepted < drafted
-        if name == "adversarial":
-            assert accepted == 0
-
-    return check
-
-
 @pytest.fixture
 def journal(tmp_path):
     """Where nothing has been measured yet."""

@@ -6,7 +6,7 @@ from importlib import resources
 from typing import get_args
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from align.sources import SourceError
@@ -24,6 +24,7 @@ from eval.prompts import (
     render_set,
     write_prompts,
 )
+from tests.byte_level import tokenizer_of_bytes
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}"
@@ -354,11 +355,7 @@ def talk_with_tools(arguments):
 @pytest.fixture
 def letters():
     """A tokenizer whose ids give the whole text back."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=backend)
+    made = tokenizer_of_bytes()
     made.chat_template = CALLING
     return made
 

@@ -5,11 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
 
 from align.sources import gguf_kind, load_model
 from align.to_gguf import write_gguf
@@ -21,19 +16,17 @@ from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling, agreement, warp
 from eval.reporting.build import build_report
 from eval.reporting.text import render_markdown
+from tests.distill.conftest import tokenizer
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tiny_llama):
     """`target`, `target.gguf` in q4_0, and `draft`: the target in full form and in compact form."""
     root = tmp_path_factory.mktemp("quantised")
-    tokens = [*sorted(ByteLevel.alphabet()), "he", "<|endoftext|>"]
-    backend = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, [("h", "e")]))
-    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
-    model = tiny_llama(spread=4, vocab_size=len(tokens), eos_token_id=len(tokens) - 1)
-    model.generation_config.eos_token_id = len(tokens) - 1
+    words = tokenizer(["he"], 258, "</s>")
+    model = tiny_llama(spread=4, vocab_size=258, eos_token_id=0)
+    model.generation_config.eos_token_id = 0
     model.to(torch.bfloat16).save_pretrained(root / "target")
-    words = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
     words.save_pretrained(root / "target")
     shutil.copytree(root / "target", root / "draft")
     whole = load_model(str(root / "target"), torch.float32)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from align.check import check_pair
 from align.sources import load_model, load_tokenizer, resolve_checkpoint
 from align.token_bytes import tokens_of
 
@@ -81,10 +80,3 @@ def test_the_model_goes_on_sensibly(folder):
     text = tokenizer.decode(answer[0, prompt["input_ids"].shape[1] :])
     assert "Paris" in text
     assert text.endswith("<|im_end|>")
-
-
-def test_the_target_fits_itself_as_draft():
-    verdict = check_pair(SPEC, SPEC, corpus=str(ROOT / "align" / "check.py"))
-    assert (verdict.relation, verdict.strategy, verdict.coverage) == ("identical", "direct", 1.0)
-    assert not verdict.findings
-    assert verdict.shared_ids == 49152

@@ -9,7 +9,7 @@ import torch
 from align.check import compare
 from align.sources import load_model
 from align.transplant import transplant
-from align.vocab_map import MapError, Retokenizer, build_map
+from align.vocab_map import Retokenizer, build_map
 from distill.drafters.kind import Draft
 from distill.drafters.pruned import KIND
 from eval.decoding.build import build_decoder
@@ -205,53 +205,43 @@ def test_a_draft_that_says_something_else_is_caught(checkpoints, load, monkeypat
 
 # --- by map, with real models and tokenizers
 
-LETTERS = [chr(ord("a") + i) for i in range(26)]
-PAIRS = [[a, b] for a in "aeiou" for b in "nrst"]
 
-
-@pytest.fixture(scope="module")
-def lettered(tmp_path_factory, tiny_llama):
-    """A draft by map: letters and pairs of letters, some of them the target's, at other ids."""
-    folder = tmp_path_factory.mktemp("lettered")
-    mine, theirs = PAIRS[:14], PAIRS[6:]
-    target = make_side(folder / "target", LETTERS + ["".join(pair) for pair in mine], mine)
-    draft = make_side(folder / "draft", ["".join(p) for p in theirs] + LETTERS[::-1], theirs)
-    model = tiny_llama(3, spread=4, vocab_size=len(draft.tokens))
-    return by_map(target, draft, build_decoder(model, 240), 42)
-
-
-def by_map(target, draft, decoder, vocab_size):
-    about = {"vocab_size": vocab_size, "vocabulary": {}}
+@pytest.fixture
+def lacking(tmp_path, tiny_llama):
+    """A draft by map that lacks two of the target's letters, c and d."""
+    target = make_side(tmp_path / "t", [*"abcdefgh"])
+    draft = make_side(tmp_path / "d", [*"hgfeab"])
+    decoder = build_decoder(tiny_llama(1, spread=6, vocab_size=6), 160)
+    about = {"vocab_size": 8, "vocabulary": {}}
     return MapDrafter(target=target, draft=draft, decoder=decoder, **about)
 
 
-def test_a_draft_that_cannot_spell_every_token_reads_on_without_them(tmp_path, tiny_llama):
-    target = make_side(tmp_path / "t", [*"abcdefgh"])
-    draft = make_side(tmp_path / "d", [*"hgfeab"])  # no c, no d
+def test_a_draft_that_cannot_spell_every_token_reads_on_without_them(lacking, tiny_llama):
     own = build_decoder(tiny_llama(0, spread=6, vocab_size=8), 80)
-    drafter = by_map(target, draft, build_decoder(tiny_llama(1, spread=6, vocab_size=6), 160), 8)
     how = Decoding(Sampling(1.5), NEVER, 40, seed=3)
     for ids in ([0, 2, 5], [2, 3, 3]):  # the second is nothing at all to the draft
-        run = decode(own, drafter, Prompt("p", prompt="unused"), ids, how, 3)
+        run = decode(own, lacking, Prompt("p", prompt="unused"), ids, how, 3)
         assert len(run.tokens) == 40
         assert sum(run.accepted) > 0
         assert {2, 3} & set(run.tokens)
-        q = drafter.teacher_forced(ids, run.tokens, how.sampling, {})
+        q = lacking.teacher_forced(ids, run.tokens, how.sampling, {})
         assert q[:, 2:4].sum() == 0
 
 
-def test_a_draft_by_map_begins_a_text_as_its_own_tokenizer_does(lettered, monkeypatch):
+def test_a_draft_by_map_begins_a_text_as_its_own_tokenizer_does(lacking, monkeypatch):
     """In what it drafts as in its acceptance rate."""
-    draft, ids = lettered, [0, 13, 27]
-    plain = draft.teacher_forced(ids, [4], Sampling(1.0), {})
-    monkeypatch.setitem(vars(draft.draft), "prefix", [7])
-    q = draft.teacher_forced(ids, [4], Sampling(1.0), {})
+    ids = [0, 5, 1]
+    plain = lacking.teacher_forced(ids, [4], Sampling(1.0), {})
+    monkeypatch.setitem(vars(lacking.draft), "prefix", [3])
+    q = lacking.teacher_forced(ids, [4], Sampling(1.0), {})
     assert (q - plain).abs().max() > 0.01
-    session = draft.start(Text(ids, 100, Sampling(1.0), torch.Generator(), {}))
+    session = lacking.start(Text(ids, 100, Sampling(1.0), torch.Generator(), {}))
     torch.testing.assert_close(session.propose(1).q, q)
 
 
 # --- remap and transplant
+
+LETTERS = [chr(ord("a") + i) for i in range(26)]
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -325,14 +315,8 @@ def test_a_head_bias_or_a_soft_cap_is_refused(shuffled, tiny_llama):
     target, draft = shuffled
     model = tiny_llama(5, vocab_size=50)
     model.lm_head.bias = torch.nn.Parameter(torch.zeros(50))
-    with pytest.raises(MapError, match=r"TOK-012: .*has a bias.*use strategy intersection"):
+    with pytest.raises(ValueError, match=r"TOK-012: .*has a bias.*use strategy intersection"):
         transplant(model, build_map(target, draft), target, draft, 27)
     draft.config["final_logit_softcapping"] = 30.0
-    with pytest.raises(MapError, match=r"TOK-012: .*softcapping.*use strategy"):
+    with pytest.raises(ValueError, match=r"TOK-012: .*softcapping.*use strategy"):
         transplant(tiny_llama(5, vocab_size=50), build_map(target, draft), target, draft, 27)
-
-
-def test_too_few_rows_are_refused(shuffled, tiny_llama):
-    target, draft = shuffled
-    with pytest.raises(MapError, match=r"TOK-002: 20 rows .*ids up to 26"):
-        transplant(tiny_llama(5, vocab_size=50), build_map(target, draft), target, draft, 20)

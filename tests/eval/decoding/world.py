@@ -5,34 +5,13 @@ import json
 import torch
 
 from align.vocabulary import read_vocabulary
+from tests.align.conftest import byte_level
 
 
 def make_side(folder, tokens, merges=(), added=(), eos=None):
     """A byte-level tokenizer in a folder of its own, read as one side of a pair."""
-    part = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    backend = {
-        "version": "1.0",
-        "added_tokens": [
-            {"id": len(tokens) + i, "content": content, "special": special, **flags}
-            for i, (content, special) in enumerate(added)
-        ],
-        "normalizer": None,
-        "pre_tokenizer": part,
-        "post_processor": None,
-        "decoder": part,
-        "model": {
-            "type": "BPE",
-            "unk_token": None,
-            "vocab": {token: i for i, token in enumerate(tokens)},
-            "merges": [*merges],
-        },
-    }
+    names = [(len(tokens) + i, *about) for i, about in enumerate(added)]
+    backend = byte_level({token: i for i, token in enumerate(tokens)}, names, [*merges])
     folder.mkdir()
     size = len(tokens) + len(added)
     (folder / "tokenizer.json").write_text(json.dumps(backend))
