@@ -7,7 +7,6 @@ module has the scales and the data of the charts.
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +29,9 @@ from eval.reporting.warnings import find_warnings
 COLOURS = 5  # --s0 … --s4 of page.css; the distilled draft takes the first
 WIDTH, HEIGHT = 480, 240  # of a chart, in SVG units
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 12, 42  # margins around its plot
-LONGEST_NUMBER = 28  # most characters of a number with interval or unit; longer cells are sentences
-NUMERIC = re.compile(r"[+\-−]?\d[\d.,]*(?!\w)|not measured")
+SHORT = 28  # most characters of a cell that stays on one line; longer ones are sentences or hashes
 
 Drafts = dict[str, DraftReport]  # by shown name
-
-
-def is_numeric(cell: str) -> bool:
-    """Whether a cell is a number with a unit or interval, which must stay on one line."""
-    return NUMERIC.match(cell) is not None and len(cell) <= LONGEST_NUMBER
 
 
 def bounds(bucket: Bucket) -> str:
@@ -119,9 +112,9 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {"shown": shown, "visible": visible, "times": times}
-    environment.tests["numeric"] = is_numeric
     environment.globals |= {
         "zip": zip,
+        "SHORT": SHORT,
         "height": height,
         "WIDTH": WIDTH,
         "HEIGHT": HEIGHT,

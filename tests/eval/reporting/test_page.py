@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from eval.reporting.build import build_report
-from eval.reporting.page import acceptance_charts, is_numeric, render_page
+from eval.reporting.page import acceptance_charts, render_page
 from eval.reporting.tables import details, result_table
 from eval.reporting.verdict import verdict
 from eval.reporting.warnings import find_warnings
@@ -43,7 +43,8 @@ class Outline(HTMLParser):
 
 
 def test_every_part_is_there(sample_report):
-    page = Outline(render_page(sample_report))
+    html = render_page(sample_report)
+    page = Outline(html)
     assert page.tags.count("details") == 1
     for chart in page_charts(sample_report):
         assert chart in page.text
@@ -54,7 +55,9 @@ def test_every_part_is_there(sample_report):
         assert {("data-column", column) for column in table.header[1:]} <= set(page.attributes)
     assert page.text.count(verdict(sample_report)) == 1
     assert all(warning.text in page.text for warning in find_warnings(sample_report))
-    assert sample_report.prompts.sha256 in page.text
+    # a hash may be broken into lines, a number may not
+    assert re.search(rf'<td data-column="[^"]*">{sample_report.prompts.sha256}</td>', html)
+    assert re.search(r'<td class="short" data-column="[^"]*">81.1 MiB</td>', html)
     assert "None" not in page.text
 
 
@@ -116,24 +119,3 @@ def test_any_number_of_drafts_is_drawn(run_info, measurement, drafts):
     names = [f"draft {i}" for i in range(drafts)]
     page = Outline(render_page(build_report(run_info, [measurement(n, 0.5) for n in names])))
     assert all(name in page.text for name in names)
-
-
-@pytest.mark.parametrize(
-    ("value", "whole"),
-    [
-        ("0.25 [0.24,0.27]", True),
-        ("+0.29", True),
-        ("−1.32", True),
-        ("2,304 B", True),
-        ("34% [29%,40%]", True),
-        ("1.34×", True),
-        ("not measured", True),
-        ("22703ebb9ab8e5e4710568ac218feb2e", False),  # a hash that did widen the page
-        ("4710568921812" * 5 + "a", False),
-        ("15 of 15 responses token-identical", False),
-        ("pypi:dist==0.1/model.gguf", False),
-        ("", False),
-    ],
-)
-def test_numbers_stay_on_a_line_and_hashes_do_not(value, whole):
-    assert is_numeric(value) == whole
