@@ -159,8 +159,8 @@ def choose_strategy(verdict: Verdict, asked: str, tuned: bool) -> Strategy:
 
 def _strategy(pair: Comparison) -> Strategy | None:
     target, draft = pair.both
-    rows = min(target.rows, draft.rows)
-    if pair.relation == "disjoint" or any(side.rows < side.count for side in pair.both):
+    rows = min(target.vocab_size, draft.vocab_size)
+    if pair.relation == "disjoint" or any(side.vocab_size < side.count for side in pair.both):
         return None
     same_ids = not pair.differing and pair.relation != "permuted"
     if same_ids and rows >= max(target.count, draft.count):
@@ -172,8 +172,8 @@ def _strategy(pair: Comparison) -> Strategy | None:
 
 def _engines(pair: Comparison) -> Iterator[EngineVerdict]:
     """Each engine's verdict by that engine's rule. All engines verify in the target's ids."""
-    sizes = f"config vocab_size {pair.target.rows} and {pair.draft.rows}"
-    if pair.target.rows == pair.draft.rows:
+    sizes = f"config vocab_size {pair.target.vocab_size} and {pair.draft.vocab_size}"
+    if pair.target.vocab_size == pair.draft.vocab_size:
         works: Works = "no" if pair.differing else "yes"
         blind = f"{sizes}: only sizes are compared, so hardly a token would be accepted"
         yield EngineVerdict("transformers", works, blind if pair.differing else "assistant_model")
@@ -198,7 +198,7 @@ def _engines(pair: Comparison) -> Iterator[EngineVerdict]:
 
 def _llama_cpp_refusal(pair: Comparison) -> str | None:
     """Why llama.cpp refuses the pair (common/speculative.cpp); None if it drafts."""
-    sizes = [side.rows for side in pair.both]
+    sizes = [side.vocab_size for side in pair.both]
     if abs(sizes[0] - sizes[1]) > 128:
         return f"vocabularies of {sizes[0]} and {sizes[1]}: more than 128 apart"
     if [pair.target.prefix, pair.target.suffix] != [pair.draft.prefix, pair.draft.suffix]:

@@ -87,7 +87,7 @@ class Comparison:
             for side in self.both
         ]
         if placed[0] == placed[1]:
-            rows = [(len(side.tokens), side.rows) for side in self.both]
+            rows = [(len(side.tokens), side.vocab_size) for side in self.both]
             return "identical" if rows[0] == rows[1] else "padded"
         if target.used == draft.used:
             return "permuted"
@@ -156,11 +156,11 @@ def _ids(pair: Comparison, strategy: str | None) -> Iterator[Finding]:
 
 def _entries(side: Vocabulary) -> Iterator[Finding]:
     """Ids without an entry in embedding or head, and special names without a token."""
-    if side.rows < side.count:
+    if side.vocab_size < side.count:
         yield Finding(
             "TOK-002",
             "fatal",
-            f"{side.spec} has ids up to {side.count - 1}, but vocab_size {side.rows} in its "
+            f"{side.spec} has ids up to {side.count - 1}, but vocab_size {side.vocab_size} in its "
             "config.json.",
             "restore the tokenizer the model was trained with, or resize its embeddings",
             [side.count - 1],

@@ -51,7 +51,7 @@ class Vocabulary:
     head_bias: bool
 
     @property
-    def rows(self) -> int:
+    def vocab_size(self) -> int:
         """Vocabulary entries of embedding and head: the config's vocab_size, else `count`."""
         return self.config.get("vocab_size") or self.count
 
@@ -161,7 +161,7 @@ def mask_token(vocabulary: Vocabulary) -> int:
 
     Raises ValueError if there is none.
     """
-    if vocabulary.count < vocabulary.rows:
+    if vocabulary.count < vocabulary.vocab_size:
         return vocabulary.count
     used = {*vocabulary.all_stops, *vocabulary.special_ids.values(), *vocabulary.prefix}
     template = vocabulary.chat_template or ""
@@ -200,7 +200,7 @@ def _parse(spec: str, folder: Path) -> Vocabulary:
     about = special_ids, stops, template, config, head_bias
     vocabulary = Vocabulary(spec, folder, tokenizer, backend, tokens, *about)
     # Gemma 3 1B has an image token beyond its vocab_size; no text contains it
-    while len(tokens) > vocabulary.rows and len(tokens) - 1 not in stops:
+    while len(tokens) > vocabulary.vocab_size and len(tokens) - 1 not in stops:
         if tokens[-1] is None or tokens[-1][0] != "special":
             break
         tokens.pop()

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from align.files import atomic_folder, write_json
 from distill.drafters.kind import Draft
-from distill.drafters.pruned import HEAD_ROWS
+from distill.drafters.pruned import HEAD_ENTRIES
 from distill.models import Pair
 from distill.prepare import until
 from distill.recipe import Recipe
@@ -93,10 +93,10 @@ def full_vocabulary(
     fitted = fitted.cpu()
     lower = torch.linalg.lstsq(fitted, -torch.ones_like(fitted[:, :1])).solution.to(h.device)
     h = h.float()
-    trained_rows = distilled.get_output_embeddings().weight
-    best, total = _best_and_sum(h, trained_rows.split(HEAD_ROWS))
+    trained_head = distilled.get_output_embeddings().weight
+    best, total = _best_and_sum(h, trained_head.split(HEAD_ENTRIES))
     # at a position all trimmed logits are lowered equally, so their best stays the best
-    pieces = trimmed.nonzero()[:, 0].split(HEAD_ROWS)
+    pieces = trimmed.nonzero()[:, 0].split(HEAD_ENTRIES)
     rival, trimmed_sum = _best_and_sum(h, (full_head[rows] for rows in pieces))
     loss = (h @ lower.float())[:, 0]
     for strength in SUPPRESSION:
@@ -111,10 +111,10 @@ def full_vocabulary(
             "tokens; its acceptance rate is lower by that much.",
             stacklevel=2,
         )
-    head = torch.empty_like(full_head, dtype=trained_rows.dtype)
+    head = torch.empty_like(full_head, dtype=trained_head.dtype)
     for rows in pieces:
         head[rows] = (full_head[rows].float() + strength * lower.T.float()).to(head.dtype)
-    head[token_ids] = trained_rows
+    head[token_ids] = trained_head
     # a copy that shares the weights
     model = copy.deepcopy(distilled, {id(weight): weight for weight in distilled.parameters()})
     model.lm_head, model.config.vocab_size = linear(head), len(head)

@@ -2,8 +2,8 @@
 
 Some training prompts and their near-duplicates are never trained on. The target answers them like
 the others. The draft is measured on these answers, teacher-forced: before the first step and at
-shares of the training (MEASURED_AT). The trainer keeps the weights with the highest share of
-accepted tokens (`Measurement.drafted`), and may stop early.
+shares of the training (MEASURED_AT). The trainer keeps the weights with the highest
+`Measurement.draft_acceptance_rate`, and may stop early.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from eval.prompts import PromptSet
 from eval.reporting.fields import HeldOutCurve, HeldOutPoint
 
 FIRST_INDEX = 2**30  # index of the first held-out answer: no two answers of a run share one
+METRIC = "draft_acceptance_rate"  # its name in the trainer
 MEASUREMENTS = "held_out/measurements.json"  # in a run's folder
 MEASURED_AT = (0, 1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1)
 SHARE = 0.05  # most time of measurements over time of steps; the first and the last do not count
@@ -43,8 +44,9 @@ class Measurement:
     """A measurement after `step` steps, on `tokens` different tokens.
 
     The lists have a number for each held-out prompt. accepted, lacking: the results of
-    `losses.acceptance` summed over its positions. positions: their number. drafts_accepted, drafts:
-    accepted tokens, and all, of the drafted tokens that are trained.
+    `losses.acceptance` for the first token of a draft, summed over the prompt's positions.
+    positions: their number. draft_accepted, draft_tokens: the accepted tokens, and all tokens, of
+    the drafts that are trained.
     """
 
     step: int
@@ -52,22 +54,28 @@ class Measurement:
     accepted: list[float]
     lacking: list[float]
     positions: list[int]
-    drafts_accepted: list[float]
-    drafts: list[float]
+    draft_accepted: list[float]
+    draft_tokens: list[float]
 
     @property
     def acceptance_rate(self) -> float:
+        """The acceptance rate of the first token of a draft, as in a report."""
         return sum(self.accepted) / sum(self.positions)
 
     @property
-    def drafted(self) -> float:
-        """The acceptance rate of all drafted tokens that are trained, each after the right tokens.
+    def draft_acceptance_rate(self) -> float:
+        """The acceptance rate of all draft tokens that are trained, each after the right tokens.
 
-        The weights with the highest share are the best. Kinds that train one token a position have
-        the acceptance rate here. The acceptance rate of pard, eagle3 and medusa counts the first
-        token alone, and their later tokens still improve when the first does not.
+        The weights with the highest rate are the best, because later tokens of pard, eagle3 and
+        medusa still improve when the first does not. Other kinds train the first token alone.
         """
-        return sum(self.drafts_accepted) / sum(self.drafts)
+        return sum(self.draft_accepted) / sum(self.draft_tokens)
+
+    def __str__(self) -> str:
+        text = f"held-out acceptance rate {self.draft_acceptance_rate:.3f}"
+        if self.draft_tokens == self.positions:
+            return text
+        return f"{text} of all draft tokens, {self.acceptance_rate:.3f} of the first"
 
 
 class HeldOut(TrainerCallback):
@@ -103,14 +111,14 @@ class HeldOut(TrainerCallback):
         return max(by_time, state.global_step / max(1, state.max_steps))
 
     def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        """The metrics `alpha` and `drafted` from the results of `prediction_step`."""
+        """The metrics of a measurement, from the results of `prediction_step`."""
         gathered: Any = prediction.predictions
-        accepted, lacking, drafts_accepted, drafts = gathered  # each [B, T]
+        accepted, lacking, draft_accepted, draft_tokens = gathered  # each [B, T]
         predicted = accepted != PADDING
-        columns = accepted, lacking, predicted, drafts_accepted, drafts
+        columns = accepted, lacking, predicted, draft_accepted, draft_tokens
         self.sums = [(column * predicted).sum(1).tolist() for column in columns]
         latest = Measurement(0, 0, *self.sums)
-        return {"alpha": latest.acceptance_rate, "drafted": latest.drafted}
+        return {"alpha": latest.acceptance_rate, METRIC: latest.draft_acceptance_rate}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.measurements = [
@@ -134,28 +142,24 @@ class HeldOut(TrainerCallback):
         seen = min(1.0, state.global_step * self.batch / self.trained_rows)
         latest = Measurement(state.global_step, round(seen * self.tokens), *self.sums)
         self.measurements.append(latest)
-        better = state.best_metric is None or latest.drafted > state.best_metric
+        rate = latest.draft_acceptance_rate
+        better = state.best_metric is None or rate > state.best_metric
         control.should_save = control.should_save or (better and state.global_step > 0)
         self.passed = bisect.bisect_right(MEASURED_AT, self.progress(state))
         if PartialState().is_main_process:
             written = {"measurements": [asdict(each) for each in self.measurements]}
             write_json(self.folder / MEASUREMENTS, written)
-            rate = latest.acceptance_rate
-            line = f"step {latest.step}: held-out acceptance rate {rate:.3f}"
+            line = f"step {latest.step}: {latest}"
             if latest.step == 0:
                 line += f" (training can add {1 - rate:.3f} at most)"
             lacking = sum(latest.lacking) / sum(latest.positions)
             if lacking > 5e-4:
-                line += f" (up to {lacking:.3f} more: the cut)"
-            if latest.drafted != latest.acceptance_rate:
-                line += f", {latest.drafted:.3f} of all drafted tokens"
+                line += f" (up to {lacking:.3f} more: not all tokens are cached)"
             tqdm.write(line + (", the best so far" if better else ""), file=sys.stdout)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if best := best_of(self.measurements):
-            last = state.global_step
-            rate = f"{best.acceptance_rate:.3f}"
-            print(f"held-out acceptance rate {rate} after step {best.step} of {last}: kept")
+            print(f"kept: the draft after step {best.step} of {state.global_step}, {best}")
 
 
 def read_measurements(folder: Path) -> list[Measurement]:
@@ -189,5 +193,5 @@ def held_out_curve(folder: Path, held_out: PromptSet) -> HeldOutCurve | None:
 
 
 def best_of(measurements: Sequence[Measurement]) -> Measurement | None:
-    """The first measurement with the highest `drafted`; None if there is no measurement."""
-    return max(measurements, key=lambda measurement: measurement.drafted, default=None)
+    """The first measurement with the highest `draft_acceptance_rate`; None without measurements."""
+    return max(measurements, key=lambda each: each.draft_acceptance_rate, default=None)

@@ -1,6 +1,6 @@
 """The forward pass of every kind of draft in training: from a batch to its loss.
 
-Legend: N response positions of the batch, H hidden size, K rows of the draft's head.
+Legend: N response positions of the batch, H hidden size, K entries of the draft's head.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def give_loss_forward(model: PreTrainedModel, kind: DraftKind, divergence: Diver
             weight = weight.full_tensor(grad_placements=[Partial("avg")] * weight.device_mesh.ndim)
         if temperature is not None:
             return _acceptance(kind, model, weight, batch, temperature)
-        states, entries, share = kind.head_input(model, batch)  # share: HeadInput.weight
-        cached = batch.top_ids[entries], batch.top_logprobs[entries]
+        states, learned, share = kind.head_input(model, batch)  # share: HeadInput.weight
+        cached = batch.top_ids[learned], batch.top_logprobs[learned]
         return ModelOutput(loss=share * head_loss(states, weight, *cached, divergence))
 
     model.forward = forward
@@ -67,12 +67,12 @@ def _acceptance(
 ) -> ModelOutput:
     """`acceptance` with a head of this weight [K, H], for each position [N].
 
-    accepted, lacking: of the first token of a draft. drafted: the sum of the acceptance rates of
-    all drafted tokens that learn this position. tokens: the number of these tokens.
+    accepted, lacking: for the first token of a draft. draft_accepted: the sum of the acceptance
+    rates of all draft tokens that learn this position. draft_tokens: the number of these tokens.
     """
 
-    def chances(states: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
-        cached = batch.top_ids[entries], batch.top_logprobs[entries]
+    def chances(states: Tensor, learned: Tensor) -> tuple[Tensor, Tensor]:
+        cached = batch.top_ids[learned], batch.top_logprobs[learned]
         parts = zip(*(part.split(CHUNK) for part in (states, *cached)), strict=True)
         each = [
             acceptance(head_logits(rows, weight), ids, logprobs, temperature)
@@ -81,12 +81,15 @@ def _acceptance(
         accepted, lacking = (torch.cat(part) for part in zip(*each, strict=True))
         return accepted, lacking
 
-    states, entries, _ = kind.head_input(model, batch)
-    chance, lacking = chances(states, entries)
+    states, learned, _ = kind.head_input(model, batch)
+    chance, lacking = chances(states, learned)
     count = len(batch.positions)
-    # several drafted tokens may learn the same position
-    drafted = torch.zeros_like(chance[:count]).index_add_(0, entries, chance)
-    tokens = torch.zeros_like(drafted).index_add_(0, entries, torch.ones_like(chance))
+    # several draft tokens may learn the same position
+    draft_accepted = torch.zeros_like(chance[:count]).index_add_(0, learned, chance)
+    draft_tokens = torch.zeros_like(chance[:count]).index_add_(0, learned, torch.ones_like(chance))
     return ModelOutput(
-        accepted=chance[:count], lacking=lacking[:count], drafted=drafted, tokens=tokens
+        accepted=chance[:count],
+        lacking=lacking[:count],
+        draft_accepted=draft_accepted,
+        draft_tokens=draft_tokens,
     )

@@ -58,7 +58,7 @@ class Pair:
     @property
     def vocab_size(self) -> int:
         """Vocabulary entries of the target's embedding."""
-        return self.target.rows
+        return self.target.vocab_size
 
     def target_embedding(self, dtype: torch.dtype) -> Tensor:
         """The target's input embedding [V, H], on the CPU, memory-mapped from its file.
@@ -101,16 +101,18 @@ def check_models(recipe: Recipe) -> Pair:
     print(f"vocabulary: {verdict.relation}, strategy {strategy}")
     vocab_map = build_map(target, draft) if strategy in ("remap", "transplant") else None
     mask = mask_token(target) if recipe.kind.added_modules else None
-    if recipe.cache_top_k > target.rows:
+    if recipe.cache_top_k > target.vocab_size:
         raise ValueError(
-            f"cache_top_k {recipe.cache_top_k} is more than the {target.rows} tokens of the "
+            f"cache_top_k {recipe.cache_top_k} is more than the {target.vocab_size} tokens of the "
             "target's vocabulary; lower it."
         )
     if recipe.sibling is None:
         keeps_layers = recipe.kind.language_model
         check_prunable(target.config, recipe.num_draft_layers if keeps_layers else 0)
         if recipe.draft_vocab_size is not None:
-            choose_tokens(torch.zeros(target.rows), recipe.draft_vocab_size, forced_tokens(target))
+            choose_tokens(
+                torch.zeros(target.vocab_size), recipe.draft_vocab_size, forced_tokens(target)
+            )
     layers = recipe.kind.target_layers(target.config, published)
     return Pair(target, draft, verdict, strategy, vocab_map, layers, mask)
 
@@ -131,7 +133,7 @@ def with_published_kind(recipe: Recipe) -> Recipe:
                 "name a draft of this kind, or leave drafter out."
             )
         return recipe
-    rows = form.head_rows(read_json(folder / "config.json"))
+    rows = form.head_size(read_json(folder / "config.json"))
     text = load_config(recipe.target).get_text_config()
     if recipe.drafter not in (None, form.name):
         raise ValueError(
@@ -207,7 +209,7 @@ def load_sibling(pair: Pair) -> PreTrainedModel:
     return resized(model, pair.draft, pair.vocab_size)
 
 
-def head_rows(token_ids: Tensor | None, vocab_size: int) -> Tensor | None:
+def head_entries(token_ids: Tensor | None, vocab_size: int) -> Tensor | None:
     """The entry of each target id in a trimmed head [V], else -1; None for an untrimmed head."""
     if token_ids is None:
         return None

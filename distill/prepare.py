@@ -16,7 +16,7 @@ from torch import Tensor
 from align.files import atomic_folder, write_json
 from align.sources import read_json, resolve_checkpoint
 from align.trim import choose_tokens, coverage_curve, lost_mass
-from distill.drafters.kind import Draft, Start
+from distill.drafters.kind import Draft, Origin
 from distill.models import Pair, forced_tokens, load_sibling
 from distill.recipe import Recipe
 from distill.teacher.states import states_of
@@ -41,7 +41,7 @@ def prepare_draft(
     folder = recipe.folder / "prepared"
     # a finished run has deleted FULL_HEAD
     if not (folder / (FULL_HEAD if recipe.kind.language_model else PREPARED)).exists():
-        _start(recipe, pair, load(), answers, folder)
+        _write_base_draft(recipe, pair, load(), answers, folder)
     shape = f"{recipe.num_draft_layers} layers" if recipe.kind.language_model else recipe.kind_name
     if recipe.draft_vocab_size is not None:
         lost = read_json(folder / PREPARED)["lost_mass"]
@@ -50,23 +50,25 @@ def prepare_draft(
     return read_prepared(recipe, pair)
 
 
-def _start(recipe: Recipe, pair: Pair, target: Target, answers: Answers, folder: Path) -> None:
+def _write_base_draft(
+    recipe: Recipe, pair: Pair, target: Target, answers: Answers, folder: Path
+) -> None:
     """Write a base draft made from the target, and its head's lost mass, into the folder."""
     mass = domain_mass(answers, pair.vocab_size)
     ids = None
     if recipe.draft_vocab_size is not None and recipe.draft is None:
         ids = choose_tokens(mass, recipe.draft_vocab_size, forced_tokens(pair.target))
-    started = _started(recipe, pair, target, ids, answers)
+    base = _initialised(recipe, pair, target, ids, answers)
     with atomic_folder(folder) as partial:
         embedding = pair.target_embedding(getattr(torch, recipe.dtype))
-        recipe.kind.save(partial, started, embedding, recipe.target)
-        if started.full_head is not None:
-            save_file({"full_head": started.full_head}, partial / FULL_HEAD)
-        lost = 0.0 if started.token_ids is None else lost_mass(mass, started.token_ids.cpu())
+        recipe.kind.save(partial, base, embedding, recipe.target)
+        if base.full_head is not None:
+            save_file({"full_head": base.full_head}, partial / FULL_HEAD)
+        lost = 0.0 if base.token_ids is None else lost_mass(mass, base.token_ids.cpu())
         write_json(partial / PREPARED, {"lost_mass": lost})
 
 
-def _started(
+def _initialised(
     recipe: Recipe,
     pair: Pair,
     target: Target,
@@ -74,8 +76,8 @@ def _started(
     answers: Answers | None,
 ) -> Draft:
     """The kind's base draft, fitted to the first answers; without answers it is not fitted."""
-    return recipe.kind.start(
-        Start(
+    return recipe.kind.initialise(
+        Origin(
             target,
             token_ids,
             [] if answers is None else list(until(answers, recipe.fit_tokens)),
@@ -122,8 +124,8 @@ def untrained_drafter(recipe: Recipe, pair: Pair, target: Target) -> Drafter:
         else:
             size = recipe.draft_vocab_size
             ids = None if size is None else torch.arange(size, device=target.decoder.device)
-            started = _started(recipe, pair, target, ids, None)
-            recipe.kind.save(Path(folder), started, pair.target_embedding(dtype), recipe.target)
+            base = _initialised(recipe, pair, target, ids, None)
+            recipe.kind.save(Path(folder), base, pair.target_embedding(dtype), recipe.target)
         return load_drafter(folder, target)
 
 

@@ -374,9 +374,9 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
         "the servers render whole prompts; set long_prompts to drop",
     )
     yield (
-        ("target" if recipe.sibling is None else "sibling") not in kind.starts_from,
+        ("target" if recipe.sibling is None else "sibling") not in kind.made_from,
         "drafter draft",
-        f"this drafter starts from a {' or a '.join(kind.starts_from)}; name a sibling with "
+        f"this drafter starts from a {' or a '.join(kind.made_from)}; name a sibling with "
         "draft, or leave draft out to start from the target",
     )
     yield (

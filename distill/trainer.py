@@ -39,6 +39,7 @@ from distill.clock import Clock, TrainingClock
 from distill.drafters.kind import Draft, DraftKind
 from distill.held_out import (
     FIRST_INDEX,
+    METRIC,
     PADDING,
     HeldOut,
     best_of,
@@ -47,7 +48,7 @@ from distill.held_out import (
 from distill.lora import lora_config, save_adapters
 from distill.loss_forward import give_loss_forward, take_loss_forward
 from distill.losses import LOSSES, LossName, sharpen
-from distill.models import Pair, head_rows
+from distill.models import Pair, head_entries
 from distill.prepare import read_prepared
 from distill.recipe import Recipe, RecipeError, chosen_loss, dump
 from distill.teacher.states import States, states_of
@@ -233,7 +234,7 @@ class DraftTrainer(SFTTrainer):
             # the same random numbers at each measurement
             outputs = model(**inputs, seeds=inputs["index"], temperature=self.temperature)
         ids = inputs["input_ids"]
-        parts = outputs.accepted, outputs.lacking, outputs.drafted, outputs.tokens
+        parts = outputs.accepted, outputs.lacking, outputs.draft_accepted, outputs.draft_tokens
         chances = torch.full((len(parts), ids.numel()), float(PADDING), device=ids.device)
         chances[:, inputs["positions"]] = torch.stack(parts).float()
         return None, tuple(chances.view(-1, *ids.shape)), inputs["labels"]
@@ -356,7 +357,7 @@ def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
                 "per_device_train_batch_size", SFTConfig.per_device_train_batch_size
             ),
             "load_best_model_at_end": True,
-            "metric_for_best_model": "drafted",
+            "metric_for_best_model": METRIC,
             "greater_is_better": True,
             "restore_callback_states_from_checkpoint": True,
         }
@@ -417,20 +418,20 @@ def build_trainer(
     of a run with `minutes`.
     """
     model = prepared.model.float()
-    rows_of_head = head_rows(prepared.token_ids, pair.vocab_size)
+    entry_of = head_entries(prepared.token_ids, pair.vocab_size)
     tokenizer = copy.deepcopy(pair.target.tokenizer)  # the trainer changes it
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = embedding is not None and head.weight is embedding.weight
-    new_rows = pair.strategy == "transplant"  # for tokens that the draft was never trained on
-    if embedding is not None and not tied and not new_rows:
+    new_entries = pair.strategy == "transplant"  # for tokens that the draft was never trained on
+    if embedding is not None and not tied and not new_entries:
         embedding.weight.requires_grad_(False)
         # it is read from its source again; it would be most of a small draft's checkpoint
         model._keys_to_ignore_on_save = {f"{names[embedding]}.weight"}
     adapters = None
     if recipe.use_peft:
         adapters = lora_config(recipe.lora_r, recipe.lora_alpha)
-        if new_rows:
+        if new_entries:
             whole = [embedding] if tied else [embedding, head]
             adapters.modules_to_save = [names[part] for part in whole]
             adapters.ensure_weight_tying = tied
@@ -455,7 +456,7 @@ def build_trainer(
         model=model,
         args=config,
         train_dataset=rows,
-        data_collator=DistillationCollator(tokenizer.pad_token_id or 0, read, rows_of_head, states),
+        data_collator=DistillationCollator(tokenizer.pad_token_id or 0, read, entry_of, states),
         processing_class=tokenizer,
         peft_config=adapters,
         loss=chosen_loss(recipe)[0],

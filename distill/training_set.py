@@ -52,14 +52,14 @@ class DistillationCollator:
         self,
         pad_token_id: int,
         read: Callable[[int], CachedAnswer],
-        head_rows: Tensor | None = None,
+        head_entries: Tensor | None = None,
         states: Callable[[CachedAnswer], Tensor] | None = None,
     ) -> None:
-        """read: the answer of an index. head_rows: for each target id its entry in the draft's head
-        [V], -1 where it has none; None when they are equal. states: the target's hidden states at
+        """read: the answer of an index. head_entries: for each target id its entry in the draft's
+        head [V], or -1; None if entries and ids are equal. states: the target's hidden states at
         the tokens of an answer but the last [P + R - 1, L, H], for a draft that reads them.
         """
-        self.pad_token_id, self.read, self.head_rows = pad_token_id, read, head_rows
+        self.pad_token_id, self.read, self.head_entries = pad_token_id, read, head_entries
         self.states = states
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -81,7 +81,7 @@ class DistillationCollator:
             "input_ids": input_ids,
             "labels": _padded(labels, -100),
             "positions": torch.cat([b * width + p for b, p in enumerate(predicting)]),
-            "top_ids": top_ids if self.head_rows is None else self.head_rows[top_ids],
+            "top_ids": top_ids if self.head_entries is None else self.head_entries[top_ids],
             "top_logprobs": torch.cat([answer.top_logprobs for answer in answers]).float(),
             "index": torch.tensor([row["index"] for row in rows]),
         }

@@ -14,7 +14,7 @@ from align.sources import cache_folder
 from eval.decoding.prompt_run import PromptRun
 from eval.measuring import timing
 from eval.measuring.cost import StepCosts
-from eval.measuring.runs import Agreement, Answer, DraftLog, RunLog
+from eval.measuring.runs import Agreement, DraftLog, RunLog, TargetOutput
 from eval.reporting import page
 from eval.reporting.build import build_report
 
@@ -148,7 +148,8 @@ def made_up_answers(prompts):
     rng = random.Random(1)
     tokens, bits = list(range(len(PIECES))), [0.01, 0.3, 0.7, 1.5, 3.0, 5.0]
     return [
-        Answer(str(i), [1, 2], tokens, [rng.choice(bits) for _ in tokens]) for i in range(prompts)
+        TargetOutput(str(i), [1, 2], tokens, [rng.choice(bits) for _ in tokens])
+        for i in range(prompts)
     ]
 
 

@@ -27,13 +27,13 @@ from torch.utils.backend_registration import (
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from distill.drafters import eagle3, medusa, pruned
-from distill.drafters.initialisation import read_states
-from distill.drafters.kind import Start
+from distill.drafters.kind import Origin
 from distill.export import full_vocabulary
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
-from distill.models import head_rows
+from distill.models import head_entries
 from distill.teacher.answers import top_logprobs
+from distill.teacher.states import read_states
 from distill.teacher.store import CachedAnswer
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.formats import formats
@@ -240,7 +240,7 @@ def token_ids():
 
 
 def rows_of_a_trimmed_head():
-    rows = head_rows(token_ids(), V)
+    rows = head_entries(token_ids(), V)
     assert rows.device.type == "cpu"  # where the answers are
     assert rows[answers()[0].top_ids].shape == (9, 15)
 
@@ -313,8 +313,8 @@ def started(kind, whole, fitted):
     layers = kind.target_layers(SHAPE.to_dict())
     states, ids = torch.zeros((14, len(layers), H), dtype=torch.bfloat16), torch.zeros(K).long()
     read = (lambda answer: states) if fitted and layers else None
-    return kind.start(
-        Start(whole, ids, list(answers()) if fitted else [], 1, 3, layers, 0, None, read)
+    return kind.initialise(
+        Origin(whole, ids, list(answers()) if fitted else [], 1, 3, layers, 0, None, read)
     )
 
 

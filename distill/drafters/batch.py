@@ -1,7 +1,7 @@
-"""A training batch, and the number of drafted tokens that each position trains.
+"""A training batch, and the number of draft tokens that each position trains.
 
 Legend: B rows, T positions, N response positions of a batch, C cached tokens at each, L layers
-read, H hidden size, M drafted tokens that a batch trains.
+read, H hidden size, M draft tokens that a batch trains.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ class TrainingBatch(NamedTuple):
         return self.input_ids.shape[1]
 
     @property
-    def entries(self) -> Tensor:
-        """The numbers of all response positions [N]."""
+    def position_numbers(self) -> Tensor:
+        """The numbers 0 to N - 1 of the response positions [N]."""
         return torch.arange(len(self.positions), device=self.positions.device)
 
 
 class HeadInput(NamedTuple):
-    """Inputs of the draft's LM head for all M drafted tokens that a batch trains.
+    """Inputs of the draft's LM head for all M draft tokens that a batch trains.
 
-    states: [M, H], the first N for the first token of a draft at each position. entries: the number
+    states: [M, H], the first N for the first token of a draft at each position. learned: the number
     of the position (0 to N - 1) whose distribution each token learns [M]. weight: the factor on the
     sum of the M losses. All states are one input of one head, because each product with a head
     keeps a gradient as large as the head until the backward pass.
     """
 
     states: Tensor
-    entries: Tensor
+    learned: Tensor
     weight: float = 1.0
 
 
 def drawn_depths(positions: Tensor, width: int, seeds: Tensor, most: int, deeper: float) -> Tensor:
-    """The number of drafted tokens that each response position trains [N].
+    """The number of draft tokens that each response position trains [N].
 
     The number is d or more with probability deeper ** (d - 1), and at most `most`.
     positions: in the flattened batch of rows of `width`. seeds: a random seed for each row.

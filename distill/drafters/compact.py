@@ -1,6 +1,6 @@
 """Write the folder of a draft that shares its target's embedding.
 
-Legend: V the target's vocabulary, K rows of the draft's head, H hidden size.
+Legend: V the target's vocabulary, K entries of the draft's head, H hidden size.
 """
 
 from __future__ import annotations

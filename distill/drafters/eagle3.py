@@ -3,7 +3,7 @@
 The later steps read the layer's own output. The draft starts from least squares: the queries,
 keys and values of the embeddings are those of the target's first layer, those of the states are
 zero; `fc` and the attention's output map, then the last map of the MLP, are fitted to the state
-that the target's head reads. Or it starts from a published draft. Legend: B rows, T pairs, N
+that the target's head reads. Or it starts from a published draft. Legend: B rows, T inputs, N
 response positions, L layers read, H hidden size, D size of an attention head, K entries of the LM
 head.
 """
@@ -24,8 +24,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 from align.sources import load_config, read_json
 from distill.drafters.batch import HeadInput, TrainingBatch
 from distill.drafters.compact import target_id_maps, write_compact
-from distill.drafters.initialisation import FrozenEmbedding, least_squares, read_states
-from distill.drafters.kind import Draft, DraftKind, Start
+from distill.drafters.initialisation import FrozenEmbedding, least_squares
+from distill.drafters.kind import Draft, DraftKind, Origin
+from distill.teacher.states import read_states
 from eval.decoding.drafters import eagle3
 from eval.decoding.drafters.eagle3 import EMBEDDING, LAYERS, MIDLAYER, PREFIX, build_eagle3
 from eval.decoding.forward import input_embedding
@@ -45,16 +46,18 @@ class Eagle3(DraftKind):
         return eagle3.target_layers(target, published)
 
     @torch.no_grad()
-    def start(self, start: Start) -> Draft:
-        target, token_ids = start.target, start.token_ids
-        if start.published is None:
-            model = from_target(target.model, start.layers, start.head())
+    def initialise(self, origin: Origin) -> Draft:
+        target, token_ids = origin.target, origin.token_ids
+        if origin.published is None:
+            model = from_target(target.model, origin.layers, origin.head())
         else:
             config = target.model.config.get_text_config()
-            model, token_ids = eagle3.load_eagle3(start.published, target.decoder.embedding, config)
-        model = to_train(model, usual_sizes(start), target.decoder.embedding)
-        if start.published is None and start.texts:
-            fit(model, start)
+            model, token_ids = eagle3.load_eagle3(
+                origin.published, target.decoder.embedding, config
+            )
+        model = to_train(model, usual_sizes(origin), target.decoder.embedding)
+        if origin.published is None and origin.texts:
+            fit(model, origin)
         return Draft(model, token_ids)
 
     def save(self, folder: Path, draft: Draft, embedding: Tensor, target: str) -> None:
@@ -91,14 +94,14 @@ class Eagle3(DraftKind):
         return Draft(to_train(model, torch.tensor(sizes), embedding), token_ids)
 
     def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
-        entries = batch.entries
+        numbers = batch.position_numbers
         states, learned = [], []
         for y in unrolled(model, batch.input_ids, batch.states, STEPS):
-            positions = batch.positions[entries]
+            positions = batch.positions[numbers]
             states.append(y.flatten(0, 1)[positions])
-            learned.append(entries)
+            learned.append(numbers)
             # a later token of a draft must directly follow another response position
-            entries = entries[1:][positions[1:] == positions[:-1] + 1]
+            numbers = numbers[1:][positions[1:] == positions[:-1] + 1]
         return HeadInput(torch.cat(states), torch.cat(learned), 1 / STEPS)
 
 
@@ -182,11 +185,11 @@ def to_train(model: Any, sizes: Tensor, embedding: Tensor) -> LlamaForCausalLM:
     return trained
 
 
-def usual_sizes(start: Start) -> Tensor:
+def usual_sizes(origin: Origin) -> Tensor:
     """The root mean square of each layer's states in the texts [L]; ones without states."""
-    if start.states is None:
-        return torch.ones(len(start.layers))
-    return torch.cat(list(map(start.states, start.texts))).float().pow(2).mean((0, 2)).sqrt()
+    if origin.states is None:
+        return torch.ones(len(origin.layers))
+    return torch.cat(list(map(origin.states, origin.texts))).float().pow(2).mean((0, 2)).sqrt()
 
 
 @torch.no_grad()
@@ -201,7 +204,7 @@ def divide_states(model: Any, sizes: Tensor) -> None:
     fc.mul_(model.sizes.repeat_interleave(fc.shape[1] // len(sizes)))
 
 
-def fit(model: LlamaForCausalLM, start: Start) -> None:
+def fit(model: LlamaForCausalLM, origin: Origin) -> None:
     """Fit the draft of `from_target`: its last state becomes the target's normalised final state,
     before the weights of the final norm.
     """
@@ -210,7 +213,7 @@ def fit(model: LlamaForCausalLM, start: Start) -> None:
     # 1. The state before the MLP, from the target's states and the attention's output
     read = (
         (torch.cat([states, attended], 1), goal)
-        for states, attended, goal in _fitted_states(model, start)
+        for states, attended, goal in _fitted_states(model, origin)
     )
     maps = least_squares(read, RIDGE)
     body.fc.weight.copy_(maps[:, :width])
@@ -218,7 +221,7 @@ def fit(model: LlamaForCausalLM, start: Start) -> None:
 
     # 2. The remaining error, from the inner values of the MLP
     def inner_values() -> Iterator[tuple[Tensor, Tensor]]:
-        for states, attended, goal in _fitted_states(model, start):
+        for states, attended, goal in _fitted_states(model, origin):
             x = body.fc(states) + layer.self_attn.o_proj(attended)
             normed = layer.post_attention_layernorm(x)
             yield F.silu(layer.mlp.gate_proj(normed)) * layer.mlp.up_proj(normed), goal - x
@@ -226,22 +229,26 @@ def fit(model: LlamaForCausalLM, start: Start) -> None:
     layer.mlp.down_proj.weight.copy_(least_squares(inner_values(), RIDGE))
 
 
-def _fitted_states(model: PreTrainedModel, start: Start) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _fitted_states(
+    model: PreTrainedModel, origin: Origin
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """At each text's N response positions: the scaled target states [N, L * H], the attention's
     output [N, heads * D], and the goal of the draft's last state [N, H].
     """
     body: Any = model.base_model
-    target: Any = start.target.model
+    target: Any = origin.target.model
     last, depth = target.model.norm, target.config.get_text_config().num_hidden_layers
-    assert start.states is not None
-    for text in start.texts:
+    assert origin.states is not None
+    for text in origin.texts:
         ids = text.text[None, :-1].to(model.device)
-        (final,) = read_states(start.target.decoder, text.text, (depth,))
+        (final,) = read_states(origin.target.decoder, text.text, (depth,))
         goal = (final.float() / last.weight.float().to(final.device))[1:].to(model.device)
-        before = scaled(model, start.states(text)[None, :-1].to(model.device))
-        pairs = Pairs(model, ids.shape[1] - 1)
-        attended = pairs.attend(body.embed_tokens(ids[:, 1:]), body.fc(before))
-        response = slice(max(0, len(text.prompt_ids) - 2), None)  # the first token has no pair
+        before = scaled(model, origin.states(text)[None, :-1].to(model.device))
+        attention = DraftAttention(model, ids.shape[1] - 1)
+        attended = attention.attend(body.embed_tokens(ids[:, 1:]), body.fc(before))
+        response = slice(
+            max(0, len(text.prompt_ids) - 2), None
+        )  # no input predicts the first token
         yield before[0, response], attended[0, response], goal[response]
 
 
@@ -250,13 +257,13 @@ def scaled(model: PreTrainedModel, states: Tensor) -> Tensor:
     return (states.float() / model.get_buffer("sizes")[:, None]).flatten(2)
 
 
-class Pairs:
-    """The attention of a draft over T pairs. Each call of `attend` is the next step."""
+class DraftAttention:
+    """The layer's attention over T inputs. Each call of `attend` is the next step of a draft."""
 
-    def __init__(self, model: PreTrainedModel, pairs: int) -> None:
+    def __init__(self, model: PreTrainedModel, inputs: int) -> None:
         body: Any = model.base_model
         self.layer = body.layers[0]
-        numbers = torch.arange(pairs, device=model.device)
+        numbers = torch.arange(inputs, device=model.device)
         self.distances = numbers[:, None] - numbers  # of each query [T] behind each key [T]
         self.rotary = body.rotary_emb(torch.zeros(1, device=model.device), numbers[None])
         self.past: list[tuple[Tensor, Tensor]] = []  # keys and values of each step
@@ -264,8 +271,8 @@ class Pairs:
     def attend(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """The heads' output of this step [B, T, heads * D], of embeddings and states [B, T, H].
 
-        At step g a pair sees the first step's pairs at least g before it, because the target has
-        read these. It also sees one pair of each later step: the pair of the same draft.
+        At step g an input sees the first step's inputs at least g before it, because the target has
+        read these. It also sees one input of each later step: the one of the same draft.
         """
         layer, attention, step = self.layer, self.layer.self_attn, len(self.past)
         read = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(hidden)], -1)
@@ -292,12 +299,12 @@ def unrolled(
     body: Any = model.base_model
     layer = body.layers[0]
     embedded = body.embed_tokens(input_ids[:, 1:])
-    pairs = Pairs(model, embedded.shape[1])
+    attention = DraftAttention(model, embedded.shape[1])
     hidden = body.fc(scaled(model, states[:, :-1]))
     for step in range(steps):
         if step:
             hidden = F.pad(hidden, (0, 0, 1, 0))[:, :-1]
-        attended = layer.self_attn.o_proj(pairs.attend(embedded, hidden))
+        attended = layer.self_attn.o_proj(attention.attend(embedded, hidden))
         x = (layer.hidden_norm(hidden) if model.config.norm_before_residual else hidden) + attended
         hidden = x + layer.mlp(layer.post_attention_layernorm(x))
         yield F.pad(body.norm(hidden), (0, 0, 1, 0))

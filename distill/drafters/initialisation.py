@@ -1,18 +1,14 @@
-"""For drafts made of the target: a frozen embedding, the target's states, least squares.
+"""For drafts that are made from the target: a frozen embedding and the least-squares fit.
 
-`read_states` also makes the states that distill/teacher/states.py keeps on disk.
-
-Legend: T tokens of a text, H hidden size, N rows of a fit, I inputs and O outputs of a matrix.
+Legend: N rows of a fit, I inputs and O outputs of a matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
-
-from eval.decoding.forward import Decoder, HiddenStates, in_pieces
 
 RIDGE = 1e-4  # relative to the mean diagonal; only for a well-conditioned solve
 
@@ -33,18 +29,6 @@ class FrozenEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).float()
-
-
-def read_states(decoder: Decoder, ids: Tensor, layers: Sequence[int]) -> list[Tensor]:
-    """The target's states of each layer [T - 1, H], at all tokens `ids` [T] but the last.
-
-    The layers are numbered as in eval/decoding/forward.py.
-    """
-    read = ids[None, :-1].to(decoder.device)
-    states: HiddenStates = dict.fromkeys(layers)
-    for _ in in_pieces(decoder, read, 0, decoder.new_cache(*read.shape), states=states):
-        pass
-    return [state[0] for state in states.values() if state is not None]
 
 
 def least_squares(pieces: Iterable[tuple[Tensor, Tensor]], ridge: float = RIDGE) -> Tensor:

@@ -1,7 +1,7 @@
 """The interface of a kind of draft in training: a file in this folder that defines KIND.
 
 The file of the same name in eval/decoding/drafters has what the kind needs to draft. docs/files.md
-tells how a kind is added. Legend: P prompt and R response tokens of an answer, L layers read, V the
+tells how a kind is added. Legend: P prompt and R response tokens of a text, L layers read, V the
 target's vocabulary, K entries of the draft's head, H hidden size.
 """
 
@@ -25,14 +25,14 @@ from eval.decoding.target import Target
 
 
 @dataclass(frozen=True)
-class Start:
-    """The arguments of `DraftKind.start`.
+class Origin:
+    """What a base draft is made from: the arguments of `DraftKind.initialise`.
 
-    token_ids: target ids of a trimmed head [K]; None for a head over all of V. texts: answers
-    for the least-squares initialisation, which needs texts. layers: the target's states that the
-    draft reads; `states` gives them at all tokens of an answer but the last [P + R - 1, L, H].
-    mask: the id of its mask token, for kinds that have one. published: the folder of a draft of
-    this kind to start from; its head replaces `token_ids`.
+    token_ids: target ids of a trimmed head [K]; None for a head over all of V. texts: outputs for
+    the least-squares initialisation; without texts there is none. layers: the target's states that
+    the draft reads; `states` returns them at all tokens of a text but the last [P + R - 1, L, H].
+    mask: the id of the draft's mask token, for kinds that have one. published: the folder of a
+    draft of this kind, whose weights and head are taken instead.
     """
 
     target: Target
@@ -65,18 +65,18 @@ class Draft(NamedTuple):
 
 
 class DraftKind:
-    """The drafts of one kind: how they are started, trained and saved.
+    """The drafts of one kind: how they are initialised, trained and saved.
 
-    A kind that starts from the target defines `start`, `save` and `load`, or is a subclass of
-    `Pruned`. starts_from: what a draft can be made of. language_model: the draft is a causal LM by
-    itself, which may have adapters, another tokenizer, a GGUF file; made of the target it keeps
-    the first num_draft_layers layers. fitted_weights: beginnings of the names of weights that start
-    from least squares and need a lower learning rate. added_modules: names of the modules that are
-    added to a language model and trained whole beside adapters: today PARD's mask alone, so that
-    models.py looks for a mask token where there are any.
+    A kind that is made from the target defines `initialise`, `save` and `load`, or is a subclass of
+    `Pruned`. made_from: what a draft can be made from. language_model: whether the draft is a
+    causal LM, which may have adapters, another tokenizer, a GGUF file; if it is made from the
+    target, it keeps the first num_draft_layers layers. fitted_weights: beginnings of the names of
+    least-squares-initialised weights, which need a lower learning rate. added_modules: names of the
+    modules that are added to a language model and are trained in full with LoRA, too. Only PARD has
+    one, its mask; models.py looks for a mask token if a kind has any.
     """
 
-    starts_from: tuple[Literal["target", "sibling"], ...] = ("target",)
+    made_from: tuple[Literal["target", "sibling"], ...] = ("target",)
     language_model = False
     fitted_weights: tuple[str, ...] = ()
     added_modules: tuple[str, ...] = ()
@@ -95,18 +95,18 @@ class DraftKind:
         """
         return ()
 
-    def start(self, start: Start) -> Draft:
-        """The base draft that is made of the target, or read from `start.published`.
+    def initialise(self, origin: Origin) -> Draft:
+        """The base draft that is made from the target, or read from `origin.published`.
 
         Its model is a PreTrainedModel, because trl, peft and FSDP save, load and wrap it. If there
-        are texts, a language model comes with a `full_head`: the export of a trimmed head needs it,
-        and without it `prepare_draft` starts the draft anew at each launch. Raises ValueError for a
+        are texts, a language model has a `full_head`: the export of a trimmed head needs it, and
+        without it `prepare_draft` makes the draft again at each launch. Raises ValueError for a
         published draft of another target, or one that cannot be trained here.
         """
         raise NotImplementedError
 
     def from_sibling(self, model: PreTrainedModel, mask: int | None, max_gamma: int) -> None:
-        """Make a model a draft of this kind: a sibling over the target's ids. mask: see Start."""
+        """Make a sibling over the target's ids a draft of this kind, in place. mask: see Origin."""
 
     def save(self, folder: Path, draft: Draft, embedding: Tensor, target: str) -> None:
         """Write the draft to an existing folder, as `load` and the reference decoder read it.
@@ -128,9 +128,10 @@ class DraftKind:
         return model
 
     def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
-        """The LM head's inputs for all drafted tokens that are trained."""
+        """The LM head's inputs for all draft tokens that are trained."""
         output = model.base_model(input_ids=batch.input_ids, use_cache=False)
-        return HeadInput(output.last_hidden_state.flatten(0, 1)[batch.positions], batch.entries)
+        states = output.last_hidden_state.flatten(0, 1)[batch.positions]
+        return HeadInput(states, batch.position_numbers)
 
 
 @functools.cache

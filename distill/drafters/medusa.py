@@ -30,7 +30,7 @@ from distill.drafters.batch import (
 )
 from distill.drafters.compact import write_compact
 from distill.drafters.initialisation import least_squares
-from distill.drafters.kind import Draft, DraftKind, Start
+from distill.drafters.kind import Draft, DraftKind, Origin
 from eval.decoding.drafters.medusa import MedusaConfig, MedusaModel, load_heads
 
 BIAS = 2.0  # a block's bias over the root mean square of W x, which the block is to add
@@ -46,28 +46,28 @@ class Medusa(DraftKind):
         return (target["num_hidden_layers"],)
 
     @torch.no_grad()
-    def start(self, start: Start) -> Draft:
+    def initialise(self, origin: Origin) -> Draft:
         """Heads equal to the target's head, then fitted, in fp32; or published heads."""
-        if start.published is not None:
-            config = start.target.model.config.get_text_config()
-            return Draft(*load_heads(start.published, start.target.decoder.embedding, config))
-        head = start.head()
+        if origin.published is not None:
+            config = origin.target.model.config.get_text_config()
+            return Draft(*load_heads(origin.published, origin.target.decoder.embedding, config))
+        head = origin.head()
         model = MedusaModel(
             MedusaConfig(
                 hidden_size=head.shape[1],
-                vocab_size=start.target.model.get_output_embeddings().weight.shape[0],
-                num_heads=start.max_gamma,
+                vocab_size=origin.target.model.get_output_embeddings().weight.shape[0],
+                num_heads=origin.max_gamma,
                 truncated_vocab_size=len(head),
             )
         )
         for weight in model.blocks.parameters():
             weight.zero_()
         model.lm_head.weight.copy_(head)
-        if start.states is not None:
+        if origin.states is not None:
             fit_heads(
-                model, [start.states(text)[len(text.prompt_ids) - 1 :, 0] for text in start.texts]
+                model, [origin.states(text)[len(text.prompt_ids) - 1 :, 0] for text in origin.texts]
             )
-        return Draft(model, start.token_ids)
+        return Draft(model, origin.token_ids)
 
     def save(self, folder: Path, draft: Draft, embedding: Tensor, target: str) -> None:
         tensors = dict(draft.model.state_dict())
@@ -88,13 +88,13 @@ class Medusa(DraftKind):
         read, dtype = batch.states[..., 0, :].flatten(0, 1), heads.lm_head.weight.dtype
         # when a token is drafted, the target has not read the newest token
         before = torch.where(positions[:, None] % width > 0, read[positions - 1], 0)
-        states, learned = [blocks[0](before.to(dtype))], [batch.entries]
+        states, learned = [blocks[0](before.to(dtype))], [batch.position_numbers]
         for depth, block in enumerate(blocks[1:], start=2):
             drawn = (depths[: len(depths) - depth] >= depth).nonzero()[:, 0]
-            # only if the same answer has a token `depth` later
-            entries = drawn[positions[drawn] // width == positions[drawn + depth] // width]
-            states.append(block(read[positions[entries]].to(dtype)))
-            learned.append(entries + depth)
+            # only if the same text has a token `depth` later
+            numbers = drawn[positions[drawn] // width == positions[drawn + depth] // width]
+            states.append(block(read[positions[numbers]].to(dtype)))
+            learned.append(numbers + depth)
         weight = 1 / mean_depth(len(blocks), DEEPER)
         return HeadInput(torch.cat(states), torch.cat(learned), weight)
 

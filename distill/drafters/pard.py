@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distill.drafters.batch import WIDTH, HeadInput, TrainingBatch, drawn_depths, mean_depth
-from distill.drafters.kind import Draft, Start
+from distill.drafters.kind import Draft, Origin
 from distill.drafters.pruned import Pruned
 from eval.decoding.drafters.pruned import MASK
 from eval.decoding.weights import linear
@@ -27,14 +27,14 @@ DEEPER = 0.6  # probability that an anchor with masks to some depth has one more
 
 
 class Pard(Pruned):
-    starts_from = ("target", "sibling")
+    made_from = ("target", "sibling")
     added_modules = (MASK,)
 
-    def start(self, start: Start) -> Draft:
-        started = super().start(start)
-        # the target's first layers get a mask in the same way as a sibling
-        self.from_sibling(started.model, start.mask, start.max_gamma)
-        return started
+    def initialise(self, origin: Origin) -> Draft:
+        draft = super().initialise(origin)
+        # the target's first layers get a mask as a sibling does
+        self.from_sibling(draft.model, origin.mask, origin.max_gamma)
+        return draft
 
     def from_sibling(self, model: PreTrainedModel, mask: int | None, max_gamma: int) -> None:
         assert mask is not None
@@ -45,7 +45,7 @@ class Pard(Pruned):
         return with_mask_row(model)
 
     def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
-        """Their losses are divided by the mean number of drafted tokens at a position."""
+        """The losses are divided by the mean number of draft tokens of a position."""
         masked: Any = model
         most = masked.config.pard_tokens
         drawn = draw_masks(batch, most)
@@ -55,7 +55,7 @@ class Pard(Pruned):
         later = drawn.rows * length + batch.width + drawn.slots
         return HeadInput(
             states.flatten(0, 1)[torch.cat([first, later])],
-            torch.cat([batch.entries, drawn.entries + drawn.depths]),
+            torch.cat([batch.position_numbers, drawn.anchors + drawn.depths]),
             1 / mean_depth(most, DEEPER),
         )
 
@@ -98,13 +98,13 @@ def with_mask_row(model: PreTrainedModel) -> PreTrainedModel:
 class Masks(NamedTuple):
     """Masks that are trained, [M] each.
 
-    rows: the row of the batch. slots: the number of masks before it in the row. entries: the number
+    rows: the row of the batch. slots: the number of masks before it in the row. anchors: the number
     of its anchor among the N positions. depths: tokens from the anchor to the mask.
     """
 
     rows: Tensor
     slots: Tensor
-    entries: Tensor
+    anchors: Tensor
     depths: Tensor
 
 
@@ -112,14 +112,14 @@ def draw_masks(batch: TrainingBatch, most: int) -> Masks:
     """Draw masks for drafts of up to `most` tokens, where the target's distribution is cached."""
     positions, width = batch.positions, batch.width
     lengths = drawn_depths(positions, width, batch.seeds, most, DEEPER)
-    entries, depths = [], []
+    by_depth, depths = [], []
     for depth in range(1, most):
         drawn = (lengths[: max(0, len(lengths) - depth)] > depth).nonzero()[:, 0]
         # `depth` tokens later in the same text
         drawn = drawn[positions[drawn + depth] == positions[drawn] + depth]
-        entries.append(drawn)
+        by_depth.append(drawn)
         depths.append(torch.full_like(drawn, depth))
-    anchors = torch.cat(entries) if entries else positions[:0]
+    anchors = torch.cat(by_depth) if by_depth else positions[:0]
     rows, order = (positions[anchors] // width).sort(stable=True)
     first = F.pad(rows.bincount(minlength=len(batch.input_ids)).cumsum(0), (1, 0))
     slots = torch.arange(len(rows), device=rows.device) - first[rows]
@@ -143,13 +143,13 @@ def read_with_masks(model: PreTrainedModel, batch: TrainingBatch, masks: Masks) 
         placed[masks.rows, masks.slots] = values
         return placed
 
-    anchors = behind(batch.positions[masks.entries] % width, 0)
-    entries, depths = behind(masks.entries, -1), behind(masks.depths, 0)
+    places = behind(batch.positions[masks.anchors] % width, 0)
+    anchors, depths = behind(masks.anchors, -1), behind(masks.depths, 0)
     visible = torch.zeros((rows, length, length), dtype=torch.bool, device=ids.device)
     numbers = torch.arange(width, device=ids.device)
     visible[:, :width, :width] = numbers <= numbers[:, None]
-    visible[:, width:, :width] = numbers <= anchors[..., None]
-    same = entries[:, :, None] == entries[:, None]
+    visible[:, width:, :width] = numbers <= places[..., None]
+    same = anchors[:, :, None] == anchors[:, None]
     visible[:, width:, width:] = same & (depths[:, None] <= depths[:, :, None])
     embedded = masked.get_input_embeddings()(ids)
     mask = masked.mask(ids.new_zeros(1)).to(embedded.dtype).expand(*shape, -1)
@@ -157,6 +157,6 @@ def read_with_masks(model: PreTrainedModel, batch: TrainingBatch, masks: Masks) 
     return masked.base_model(
         inputs_embeds=torch.cat([embedded, mask], 1),
         attention_mask=visible[:, None],
-        position_ids=torch.cat([numbers.expand(rows, -1), anchors + depths], 1),
+        position_ids=torch.cat([numbers.expand(rows, -1), places + depths], 1),
         use_cache=False,
     ).last_hidden_state

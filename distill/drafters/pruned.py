@@ -1,6 +1,6 @@
 """The target's first layers with an LM head from least squares.
 
-Legend: H hidden size, K rows of the draft's head, N response positions of a text.
+Legend: H hidden size, K entries of the draft's head, N response positions of a text.
 """
 
 from __future__ import annotations
@@ -17,40 +17,41 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from distill.drafters.compact import target_id_maps, write_compact
-from distill.drafters.initialisation import FrozenEmbedding, least_squares, read_states
-from distill.drafters.kind import Draft, DraftKind, Start
+from distill.drafters.initialisation import FrozenEmbedding, least_squares
+from distill.drafters.kind import Draft, DraftKind, Origin
+from distill.teacher.states import read_states
 from distill.teacher.store import CachedAnswer
 from eval.decoding.drafters.pruned import EMBEDDING, load_compact
 from eval.decoding.forward import input_embedding
 from eval.decoding.target import Target
 from eval.decoding.weights import linear
 
-HEAD_ROWS = 4096  # rows of a head that are in fp32 at once
+HEAD_ENTRIES = 4096  # entries of a head that are in fp32 at once
 
 
 class Pruned(DraftKind):
     language_model = True
 
     @torch.no_grad()
-    def start(self, start: Start) -> Draft:
+    def initialise(self, origin: Origin) -> Draft:
         """A least-squares map leads from the RMS-normalised state after the last kept layer to the
         state that the target's head reads. It is multiplied into the head, so it costs no time.
         """
-        target_head = start.target.model.get_output_embeddings()
+        target_head = origin.target.model.get_output_embeddings()
         if target_head.bias is not None:
             raise ValueError(
                 "TOK-012: the target's head has a bias, which a refitted or trimmed head would "
                 "lack; name a sibling with --draft."
             )
-        head, full_head = start.head(), None
-        if start.texts:
-            entries = target_head.weight.split(HEAD_ROWS)
-            states = fitted_states(start.target, start.texts, start.num_layers)
-            projection = least_squares(states).to(entries[0].device)
-            full_head = torch.cat([(w.float() @ projection).to(w.dtype) for w in entries])
-            head = full_head if start.token_ids is None else full_head[start.token_ids]
-        model = build_pruned(start.target.model, start.num_layers, head)
-        return Draft(model, start.token_ids, full_head)
+        head, full_head = origin.head(), None
+        if origin.texts:
+            pieces = target_head.weight.split(HEAD_ENTRIES)
+            states = fitted_states(origin.target, origin.texts, origin.num_layers)
+            projection = least_squares(states).to(pieces[0].device)
+            full_head = torch.cat([(w.float() @ projection).to(w.dtype) for w in pieces])
+            head = full_head if origin.token_ids is None else full_head[origin.token_ids]
+        model = build_pruned(origin.target.model, origin.num_layers, head)
+        return Draft(model, origin.token_ids, full_head)
 
     def save(self, folder: Path, draft: Draft, embedding: Tensor, target: str) -> None:
         weights = draft.model.state_dict()

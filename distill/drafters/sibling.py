@@ -4,7 +4,7 @@ from distill.drafters.kind import DraftKind
 
 
 class Sibling(DraftKind):
-    starts_from = ("sibling",)
+    made_from = ("sibling",)
     language_model = True
 
 

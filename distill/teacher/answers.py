@@ -20,7 +20,7 @@ from distill.teacher.store import (
     Answers,
     AnswerSettings,
     CachedAnswer,
-    Entry,
+    Record,
     Store,
     name_of,
     names_of,
@@ -161,8 +161,8 @@ class LocalTarget(AnsweringTarget):
             Kept(lambda logits: top_logprobs(logits, settings.top_k), taught, self.layers),
             bar,
         )
-        pending: dict[str, Entry] = {}
-        states: dict[str, Entry] = {}
+        pending: dict[str, Record] = {}
+        states: dict[str, Record] = {}
         for count, answer in enumerate(generated, start=1):
             ids, logprobs = zip(*answer.captured, strict=True)
             text = torch.tensor(prompts[answer.index] + answer.tokens)

@@ -66,7 +66,7 @@ class _Completion(BaseModel):
 class Request:
     """A request to a server, and the check of its response.
 
-    top: number of log-probabilities per token. rows: vocabulary entries of the target.
+    top: number of log-probabilities per token. vocab_size: of the target.
     """
 
     model: str
@@ -74,7 +74,7 @@ class Request:
     max_tokens: int
     top: int
     stops: frozenset[int]
-    rows: int
+    vocab_size: int
 
     def body(self, prompt: list[int] | str, seed: int = 0) -> dict[str, Any]:
         return {
@@ -173,10 +173,10 @@ class Request:
                 f"to {mass.max():.3g}, so they are not the model's own; serve with "
                 "--logprobs-mode raw_logprobs"
             )
-        if ids.max() >= self.rows:
+        if ids.max() >= self.vocab_size:
             raise ServerError(
-                f"token {ids.max()} is beyond the {self.rows} entries of the target's vocabulary; "
-                "serve the target of this recipe"
+                f"token {ids.max()} is beyond the target's vocabulary of {self.vocab_size}; serve "
+                "the target of this recipe"
             )
         return ids, np.minimum(logprobs, 0)
 
@@ -225,14 +225,14 @@ def unanswered(store: Store, prompts: list[list[int]]) -> bool:
 
 def _served_model(server: Server) -> dict[str, str]:
     """The store's key, from the server's model list. Raises ServerError for another model."""
-    entries = {entry["id"]: entry for entry in server.models}
-    ambiguous = server.asked_model is None and len(entries) > 1
-    if ambiguous or server.model not in entries:
+    models = {model["id"]: model for model in server.models}
+    ambiguous = server.asked_model is None and len(models) > 1
+    if ambiguous or server.model not in models:
         raise ServerError(
-            f"{server.url} serves {', '.join(entries)}, and answer_model is "
+            f"{server.url} serves {', '.join(models)}, and answer_model is "
             f"{server.asked_model!r}; name one of them."
         )
-    root = entries[server.model].get("root") or "not told"
+    root = models[server.model].get("root") or "not told"
     return {
         "target weights": f"served as {server.model}, root {root}",
         "served model": server.model,
@@ -291,7 +291,7 @@ class ServedTarget(AnsweringTarget):
             answers = pool.imap_unordered(answer, missing.items())
             while shard := dict(islice(answers, ANSWERS_PER_SHARD)):
                 self._check_witnesses()  # so the answers before this line are from the same model
-                packed = {name: a.packed(self.target.rows) for name, a in shard.items()}
+                packed = {name: a.packed(self.target.vocab_size) for name, a in shard.items()}
                 self.store.append(packed, self.by)
                 bar.update(len(shard))
 
@@ -303,7 +303,7 @@ class ServedTarget(AnsweringTarget):
             decoding.max_new_tokens,
             self.settings.top_k,
             decoding.stops,
-            self.target.rows,
+            self.target.vocab_size,
         )
 
     def ask(
@@ -332,7 +332,7 @@ class ServedTarget(AnsweringTarget):
             self.ask(tokenizer(text, add_special_tokens=False)["input_ids"], first, text=text)
         self.ask(longest, request)  # only a complete answer can show every fault
         # other runs' prompts may be longer than the server was started for
-        fit = (n for n in self.store if self.store.rows(n, "prompt_ids") <= len(longest))
+        fit = (n for n in self.store if self.store.length(n, "prompt_ids") <= len(longest))
         cached = Answers(self.store, list(islice(fit, WITNESSES)))
         # at temperature 1 log-probabilities are the same before and after scaling
         raw = replace(first, temperature=1.0)

@@ -15,9 +15,9 @@ from accelerate import PartialState
 from torch import Tensor
 from tqdm import tqdm
 
-from distill.drafters.initialisation import read_states
 from distill.teacher.answers import ANSWERS_PER_SHARD
 from distill.teacher.store import Answers, CachedAnswer, Store, name_of
+from eval.decoding.forward import Decoder, HiddenStates, in_pieces
 from eval.decoding.target import Target
 
 # Gives the states at all tokens of an answer but the last [P + R - 1, L, H], in bf16, from disk.
@@ -30,6 +30,18 @@ def states_of(answers: Store, layers: Sequence[int]) -> States | None:
         return None
     store = answers.of_states(layers)
     return lambda answer: store[name_of(answer.text)]["states"]
+
+
+def read_states(decoder: Decoder, ids: Tensor, layers: Sequence[int]) -> list[Tensor]:
+    """The target's states of each layer [T - 1, H], at all tokens `ids` [T] but the last.
+
+    The layers are numbered as in eval/decoding/forward.py.
+    """
+    read = ids[None, :-1].to(decoder.device)
+    states: HiddenStates = dict.fromkeys(layers)
+    for _ in in_pieces(decoder, read, 0, decoder.new_cache(*read.shape), states=states):
+        pass
+    return [state[0] for state in states.values() if state is not None]
 
 
 @torch.inference_mode()
@@ -53,12 +65,12 @@ def cache_states(answers: Answers, layers: Sequence[int], load: Callable[[], Tar
         file=sys.stderr,
         disable=not state.is_main_process,
     ):
-        entries = {}
+        records = {}
         for i in shard:
             states = read_states(load().decoder, answers[i].text, layers)
             stored = [state.to(torch.bfloat16).cpu() for state in states]
-            entries[names[i]] = {"states": torch.stack(stored, 1)}
-        store.append(entries, "local")
+            records[names[i]] = {"states": torch.stack(stored, 1)}
+        store.append(records, "local")
     store.wait_for(names)
     if state.is_main_process:
         size = store.bytes_on_disk() / 2**20

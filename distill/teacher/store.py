@@ -3,8 +3,8 @@
 A store is a folder `teacher/KEY` of the cache. KEY is a hash of what runs must share to share the
 outputs: model, dtype and `AnswerSettings.key`; key.json has them in words. Reference decoder or
 vLLM, batch size and device are not in the key: they change an output by rounding only. A
-learning rate changes no output. An entry has a name (a hash of its token ids) and a few tensors. A
-shard is one safetensors file of whole entries. It is written under another name, renamed, and never
+learning rate changes no output. A record has a name (a hash of its token ids) and a few tensors. A
+shard is one safetensors file of whole records. It is written under another name, renamed, and never
 changed. So any number of processes and runs read and append at once, and a kill loses only the
 shard that is being written.
 """
@@ -33,11 +33,11 @@ from eval.decoding.loop import Decoding
 
 TAUGHT = "-taught"  # ends the name of an answer with distributions within its prompt
 
-Entry = Mapping[str, Tensor]
+Record = Mapping[str, Tensor]
 
 
 class CacheError(ValueError):
-    """An entry of a store is damaged or missing: value, reason, remedy."""
+    """A record of a store is damaged or missing: value, reason, remedy."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class CachedAnswer:
         """All token ids [P + R]."""
         return torch.cat([self.prompt_ids, self.response_ids])
 
-    def packed(self, vocab_size: int) -> Entry:
-        """The entry on disk, with `bytes_per_token` bytes for each response token."""
+    def packed(self, vocab_size: int) -> Record:
+        """The record on disk, with `bytes_per_token` bytes for each response token."""
         return {
             "prompt_ids": self.prompt_ids.to(torch.int32),
             "response_ids": self.response_ids.to(torch.int32),
@@ -118,7 +118,7 @@ class CachedAnswer:
 
 
 class _Shard(NamedTuple):
-    """ends: the ends of the entries, by column. by: what generated the entries."""
+    """ends: the ends of the records, by column. by: what generated the records."""
 
     ends: dict[str, np.ndarray[Any, Any]]
     sha256: str
@@ -126,10 +126,10 @@ class _Shard(NamedTuple):
 
 
 class Store:
-    """The entries of a folder, by name. Only their positions in the shards are in memory."""
+    """The records of a folder, by name. Only their positions in the shards are in memory."""
 
     def __init__(self, folder: Path, key: Mapping[str, Any] | None = None) -> None:
-        """key: the settings on which the entries depend. The folder is made by the first `append`.
+        """key: the settings on which the records depend. The folder is made by the first `append`.
 
         Raises CacheError for a truncated shard.
         """
@@ -149,24 +149,24 @@ class Store:
         folder = self.folder / f"states-{'-'.join(map(str, layers))}"
         return Store(folder, self.key | {"layers": list(layers)})
 
-    def append(self, entries: Mapping[str, Entry], by: str) -> None:
-        """Write a shard of the entries that the store lacks. by: what generated them.
+    def append(self, records: Mapping[str, Record], by: str) -> None:
+        """Write a shard of the records that the store lacks. by: what generated them.
 
         Raises DiskFullError.
         """
         with locked(self.folder / "shards"):
             self.refresh()
-            new = {name: entry for name, entry in entries.items() if name not in self}
+            new = {name: record for name, record in records.items() if name not in self}
             if not new:
                 return
             if not self._shards:
                 write_json(self.folder / "key.json", self.key)
             columns = next(iter(new.values())).keys()
-            tensors = {c: torch.cat([entry[c] for entry in new.values()]) for c in columns}
+            tensors = {c: torch.cat([record[c] for record in new.values()]) for c in columns}
             about = json.dumps(
                 {
                     "names": list(new),
-                    "lengths": {c: [len(entry[c]) for entry in new.values()] for c in columns},
+                    "lengths": {c: [len(record[c]) for record in new.values()] for c in columns},
                     "by": by,
                 }
             )
@@ -192,7 +192,7 @@ class Store:
         self._places |= {name: (path, number) for number, name in enumerate(about["names"])}
 
     def missing(self, names: Sequence[str]) -> list[int]:
-        """The indices in `names` of names without an entry. All processes must call it.
+        """The indices in `names` of names without a record. All processes must call it.
 
         All get the list of the first process, because another run may append meanwhile, and the
         processes divide the list among themselves.
@@ -200,7 +200,7 @@ class Store:
         return from_first([i for i, name in enumerate(names) if name not in self])
 
     def wait_for(self, names: Sequence[str]) -> None:
-        """Wait until all processes have written their share of these entries.
+        """Wait until all processes have written their share of these records.
 
         Raises CacheError if some are still missing.
         """
@@ -208,7 +208,7 @@ class Store:
         self.refresh()
         if lacking := sum(name not in self for name in names):
             raise CacheError(
-                f"{self.folder} lacks {lacking} of {len(names)} entries after every process has "
+                f"{self.folder} lacks {lacking} of {len(names)} records after every process has "
                 "made its share: the processes do not see the same folder. Set DRAFTSMITH_CACHE "
                 "to a folder on a disk that all of them share."
             )
@@ -219,7 +219,7 @@ class Store:
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 
-    def __getitem__(self, name: str) -> Entry:
+    def __getitem__(self, name: str) -> Record:
         path, number = self._places[name]
         # opened anew each time: pages of a map that stays open would count as this process's memory
         with opened(path) as file:
@@ -228,8 +228,8 @@ class Store:
                 for column, ends in self._shards[path].ends.items()
             }
 
-    def rows(self, name: str, column: str) -> int:
-        """The number of rows of an entry in this column."""
+    def length(self, name: str, column: str) -> int:
+        """The number of rows of a record in this column."""
         path, number = self._places[name]
         ends = self._shards[path].ends[column]
         return int(ends[number + 1] - ends[number])
@@ -240,7 +240,7 @@ class Store:
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def made_by(self, names: Sequence[str]) -> dict[str, int]:
-        """The number of these entries by the engine that made them."""
+        """The number of these records by the engine that made them."""
         return dict(Counter(self._shards[self._places[name][0]].by for name in names))
 
     def bytes_on_disk(self) -> int:
@@ -257,18 +257,18 @@ class Answers(Sequence[CachedAnswer]):
         return len(self.names)
 
     def __getitem__(self, number: int) -> CachedAnswer:  # type: ignore[override]
-        entry = self.store[self.names[number]]
+        record = self.store[self.names[number]]
         return CachedAnswer(
-            prompt_ids=entry["prompt_ids"].long(),
-            response_ids=entry["response_ids"].long(),
-            top_ids=entry["top_ids"].long(),
-            top_logprobs=entry["top_logprobs"],
+            prompt_ids=record["prompt_ids"].long(),
+            response_ids=record["response_ids"].long(),
+            top_ids=record["top_ids"].long(),
+            top_logprobs=record["top_logprobs"],
         )
 
     @property
     def response_lengths(self) -> list[int]:
         """Tokens of each response."""
-        return [self.store.rows(name, "response_ids") for name in self.names]
+        return [self.store.length(name, "response_ids") for name in self.names]
 
 
 def _sha256(about: str, tensors: Mapping[str, Tensor]) -> str:
@@ -288,5 +288,5 @@ def opened(path: Path) -> Iterator[Any]:
             yield file
     except (SafetensorError, FileNotFoundError) as error:
         raise CacheError(
-            f"{path} is damaged ({error}); delete it and run again: only its entries are remade."
+            f"{path} is damaged ({error}); delete it and run again: only its records are remade."
         ) from error

@@ -31,7 +31,7 @@ def whole_blocks(slots: int) -> int:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear of [B, T, K]. In bf16, one row with long sums is computed together with a copy.
+    """F.linear of [B, T, I]. In bf16, one row with long sums is computed together with a copy.
 
     Two rows take no longer than one, because the weights are read once.
     """

@@ -20,7 +20,7 @@ PREFILL_ROWS = 4  # prompts of up to PIECE tokens that one forward reads, so wei
 
 
 @dataclass
-class Answer:
+class Generated:
     """The target's output for prompt number `index`.
 
     tokens: with the stop token, if one was emitted. captured: what `capture` returned for the
@@ -35,9 +35,9 @@ class Answer:
     states: list[Tensor] = field(default_factory=list)
 
 
-def tokens_bar(name: str, answers: int, decoding: Decoding, disable: bool = False) -> tqdm[Any]:
+def tokens_bar(name: str, outputs: int, decoding: Decoding, disable: bool = False) -> tqdm[Any]:
     """A progress bar of tokens. Outputs are not counted, because many of them end at once."""
-    total = answers * decoding.max_new_tokens
+    total = outputs * decoding.max_new_tokens
     return tqdm(desc=name, total=total, unit="token", unit_scale=True, disable=disable)
 
 
@@ -90,7 +90,7 @@ def generate_batched(
     seeds: Sequence[int],
     kept: Kept = TOKENS_ALONE,
     bar: tqdm[Any] | None = None,
-) -> Iterator[Answer]:
+) -> Iterator[Generated]:
     """Yields the outputs in the order in which they end. prompts: token ids, none of them empty.
 
     When an output ends, the next prompt takes its row, so that no step is spent on finished rows.
@@ -108,11 +108,11 @@ def generate_batched(
         numbers = list(itertools.chain.from_iterable(groups))
         rows = rows_at_once(batch_size, longest, decoding.max_new_tokens)
         alike, their_seeds = [prompts[i] for i in numbers], [seeds[i] for i in numbers]
-        for answer in _generate(target, alike, decoding, rows, their_seeds, kept, bar):
+        for output in _generate(target, alike, decoding, rows, their_seeds, kept, bar):
             if bar is not None:
-                bar.update(decoding.max_new_tokens - len(answer.tokens))
-            answer.index = numbers[answer.index]
-            yield answer
+                bar.update(decoding.max_new_tokens - len(output.tokens))
+            output.index = numbers[output.index]
+            yield output
 
 
 def _generate(
@@ -123,7 +123,7 @@ def _generate(
     seeds: Sequence[int],
     kept: Kept,
     bar: tqdm[Any] | None,
-) -> Iterator[Answer]:
+) -> Iterator[Generated]:
     """`generate_batched` for prompts that run together, the longest first."""
     sampling, capture, layers = decoding.sampling, kept.capture, kept.layers
     queue = prefill_groups(prompts)
@@ -134,14 +134,14 @@ def _generate(
     in_prompts: dict[int, list[tuple[Tensor, ...]]] = {}  # what was captured of these prompts
     in_heads: dict[int, list[Tensor]] = {}  # hidden states of these prompts
     # by row: the output, the next token to read and its position; without an output, position 0
-    answers: list[Answer | None] = []
+    running: list[Generated | None] = []
     tokens, positions, used, moves = torch.zeros((4, rows), dtype=torch.long, device=target.device)
     # one random number for each token of an output; `used` counts the used ones
     uniforms = torch.zeros(
         (rows, decoding.max_new_tokens), dtype=torch.float64, device=target.device
     )
 
-    def admit(row: int) -> Answer | None:
+    def admit(row: int) -> Generated | None:
         """Give the row the next prompt, cached except its last token; None if no prompt is left."""
         if not waiting and queue:
             waiting[:] = queue.pop(0)
@@ -173,11 +173,11 @@ def _generate(
             uniforms[row] = torch.rand(
                 decoding.max_new_tokens, dtype=torch.float64, generator=generator
             )
-        return Answer(index, [], in_prompts.pop(index, []), in_heads.pop(index, []))
+        return Generated(index, [], in_prompts.pop(index, []), in_heads.pop(index, []))
 
     for row in range(rows):
-        answers.append(admit(row))
-    while any(answers):
+        running.append(admit(row))
+    while any(running):
         needed = int(positions.max()) + 1
         if not needed <= cache.slots <= needed + 2 * SLACK:
             cache = cache.resized(needed + SLACK)
@@ -192,19 +192,19 @@ def _generate(
         used += moves
         captured = capture(logits) if capture else ()
         if bar is not None:
-            bar.update(sum(answer is not None for answer in answers))
+            bar.update(sum(output is not None for output in running))
         for row, token in enumerate(tokens.tolist()):
-            answer = answers[row]
-            if answer is None:
+            output = running[row]
+            if output is None:
                 continue
-            answer.tokens.append(token)
+            output.tokens.append(token)
             if captured:
-                answer.captured.append(tuple(part[row] for part in captured))
+                output.captured.append(tuple(part[row] for part in captured))
             if on_host is not None:
-                answer.states.append(on_host[row])
-            if token in decoding.stops or len(answer.tokens) == decoding.max_new_tokens:
-                yield answer
-                answers[row] = admit(row)
+                output.states.append(on_host[row])
+            if token in decoding.stops or len(output.tokens) == decoding.max_new_tokens:
+                yield output
+                running[row] = admit(row)
 
 
 def _on_host(states: HiddenStates) -> Tensor:

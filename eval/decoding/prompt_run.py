@@ -69,8 +69,11 @@ class PromptRun:
         """The number of speculation steps without a last step that the length limit could cut."""
         return len(self.block_tokens) - int(self.last_truncated and bool(self.block_tokens))
 
-    def problem(self, blocks: bool) -> str | None:
-        """How the log contradicts itself, or None. blocks: drafted and accepted are known."""
+    def problem(self, steps_known: bool) -> str | None:
+        """How the log contradicts itself, or None.
+
+        steps_known: whether `drafted` and `accepted` are set.
+        """
         calls, first = len(self.block_tokens), self.prefill_tokens
         if not len(self.block_seconds) == len(self.drafted) == len(self.accepted) == calls:
             return "block_seconds, block_tokens, drafted and accepted differ in length"
@@ -79,14 +82,14 @@ class PromptRun:
         if self.prefill_seconds <= 0 or any(seconds <= 0 for seconds in self.block_seconds):
             return "a time is zero or negative"
         counts = zip(self.block_tokens, self.drafted, self.accepted, strict=True)
-        for i, (emitted, drafted, accepted) in enumerate(counts if blocks else ()):
+        for i, (emitted, drafted, accepted) in enumerate(counts if steps_known else ()):
             cut = i == calls - 1 and self.last_truncated
             # if a drafted token ends the text, no token of the target follows
             ended = i == calls - 1 and 1 <= emitted == accepted == drafted
             if not 0 <= accepted <= drafted:
-                return f"block {i} accepted {accepted} of {drafted} drafted tokens"
+                return f"step {i} accepted {accepted} of {drafted} drafted tokens"
             if not (emitted == accepted + 1 or ended or (cut and 1 <= emitted <= accepted)):
                 return (
-                    f"block {i} emitted {emitted} tokens with {accepted} accepted (one more is due)"
+                    f"step {i} emitted {emitted} tokens with {accepted} accepted (one more is due)"
                 )
         return None

@@ -1,6 +1,6 @@
 """A model's weights in the form that decoders multiply by, without a second copy in memory.
 
-Legend: B rows, T positions, K terms of a product, N results of a product.
+Legend: B rows, T positions, I inputs and O outputs of a matrix.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from eval.decoding import cpu_bits
 
-INT8_TERMS = 16  # torch's kernel reads 16 terms at a time, beyond the end if K is no multiple of it
+INT8_TERMS = 16  # torch's kernel reads 16 terms at a time, beyond the end if I is no multiple of it
 INT8_ROWS = 16  # for more rows, it is faster to convert the int8 weight first
 
 PIECE = 2**20  # values of a weight that are converted at once; they fit into a core's cache
@@ -29,19 +29,19 @@ _MADV_DONTNEED = 4  # Linux' mman.h
 
 
 def _pieces(weight: Tensor) -> Sequence[Tensor]:
-    """A weight [N, K] in pieces of about PIECE values, whole rows each."""
+    """A weight [O, I] in pieces of about PIECE values, whole rows each."""
     return weight.split(max(1, PIECE // weight.shape[1]))
 
 
 class Int8Weight(NamedTuple):
-    """A weight [N, K] in int8: weight = values [N, K] * scales [N], a scale per row."""
+    """A weight [O, I] in int8: weight = values [O, I] * scales [O], a scale per row."""
 
     values: Tensor
     scales: Tensor
 
     @classmethod
     def of(cls, *weights: Tensor) -> Int8Weight:
-        """The weights joined along N; each row is rounded to 255 levels up to its largest value."""
+        """The weights joined along O; each row is rounded to 255 levels up to its largest value."""
         values, scales = [], []
         for rows in (rows for weight in weights for rows in _pieces(weight)):
             largest = rows.abs().amax(1).clamp_min(torch.finfo(rows.dtype).tiny)
@@ -80,7 +80,7 @@ class Product(NamedTuple):
         return weight.nbytes if isinstance(weight, Tensor) else sum(part.nbytes for part in weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """F.linear of x [B, T, K], in the dtype of x. With int8, the bits depend on B and T."""
+        """F.linear of x [B, T, I], in the dtype of x. With int8, the bits depend on B and T."""
         if isinstance(self.weight, Tensor):
             if x.dtype != self.weight.dtype:
                 return fp32_linear(x, self.weight, self.bias)
@@ -93,14 +93,14 @@ class Product(NamedTuple):
 
 
 def linear(weight: Tensor) -> nn.Linear:
-    """A layer without bias on this weight [N, K]; a contiguous weight is not copied."""
+    """A layer without bias on this weight [O, I]; a contiguous weight is not copied."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight.contiguous())
     return layer
 
 
 def fused(parts: Sequence[nn.Linear]) -> Tensor:
-    """The weights of layers that read the same input, joined along N [N, K].
+    """The weights of layers that read the same input, joined along O [O, I].
 
     The layers' weights become views of the result, so the model can be called, saved and pruned as
     before. If they are such views already, nothing is copied.
@@ -144,7 +144,7 @@ def _unload(weights: Sequence[Tensor]) -> None:
 
 
 def fp32_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear in fp32 with a weight [N, K] in bf16 or fp16, converted a few rows at a time.
+    """F.linear in fp32 with a weight [O, I] in bf16 or fp16, converted a few rows at a time.
 
     All pieces use one buffer. Otherwise outputs would fill the holes of freed pieces, and each new
     piece would take more memory.

@@ -17,17 +17,17 @@ from tqdm import tqdm
 from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
-from eval.engines.load import TimedRound, load_point, load_rounds, timed_round
+from eval.engines.concurrency import TimedRound, concurrent_rounds, load_point, timed_round
 from eval.engines.server import ServerError
 from eval.measuring.evaluation import decoding_facts, prompt_facts
 from eval.measuring.output_check import divergence
-from eval.measuring.runs import Answer, DraftLog, RunLog, Speculation
+from eval.measuring.runs import DraftLog, RunLog, Speculation, TargetOutput
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.build import build_report
 from eval.reporting.fields import Report
 
 
-class Response(NamedTuple):
+class Output(NamedTuple):
     """An engine's output for one prompt.
 
     run: tokens and times; drafted and accepted tokens are 0 for a server. prompt_ids: empty if a
@@ -41,28 +41,28 @@ class Response(NamedTuple):
     counters: Speculation | None = None
 
 
-class Output(NamedTuple):
+class PromptOutputs(NamedTuple):
     """The timed output for a prompt, and the greedy output for the output check.
 
     reading: the result of `Engine.read` for the greedy output, or None.
     """
 
-    timed: Response
-    greedy: Response
+    timed: Output
+    greedy: Output
     reading: Any
 
 
 class Engine(Protocol):
     """An engine that runs the target, alone or with a draft."""
 
-    def decode(self, prompt: Prompt, decoding: Decoding) -> Response:
+    def decode(self, prompt: Prompt, decoding: Decoding) -> Output:
         """The output for one prompt, while nothing else is decoded."""
 
-    def read(self, greedy: Response) -> Any:
+    def read(self, greedy: Output) -> Any:
         """The data that `explain` needs about a greedy output of this engine that diverges."""
 
     def explain(
-        self, plain: Response, drafted: Output, position: int, greedy: Decoding
+        self, plain: Output, with_draft: PromptOutputs, position: int, greedy: Decoding
     ) -> dict[str, Any]:
         """Fields of a `Divergence` that say whether it is a near-tie.
 
@@ -83,7 +83,7 @@ class Contender:
     running: Callable[[], AbstractContextManager[Engine]]
     name: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
-    outputs: dict[int, Output] = field(default_factory=dict)
+    outputs: dict[int, PromptOutputs] = field(default_factory=dict)
     rounds: dict[int, TimedRound] = field(default_factory=dict)
     divergences: dict[int, dict[str, Any]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
@@ -143,7 +143,9 @@ class Comparison:
         self.baseline, *self.drafting = contenders
         self.prompts, self.decoding, self.loads, self.text_of = prompts, decoding, loads, text_of
         self.greedy = replace(decoding, sampling=Sampling())
-        self.rounds = [asked for load in loads for asked in load_rounds(prompts.prompts, load)]
+        self.rounds = [
+            asked for load in loads for asked in concurrent_rounds(prompts.prompts, load)
+        ]
 
     def run(self, order: Callable[[int, int, int], Iterator[Visit]]) -> None:
         """Make all visits in this order, without the work of contenders that failed."""
@@ -185,7 +187,7 @@ class Comparison:
         """The `LoadPoint`s of loads whose rounds are complete, and why others are not complete."""
         points = []
         for load in self.loads:
-            numbers = [i for i, asked in enumerate(self.rounds) if asked.load == load]
+            numbers = [i for i, asked in enumerate(self.rounds) if asked.concurrency == load]
             if self.baseline.rounds.keys() & contender.rounds.keys() >= set(numbers):
                 pairs = [(self.baseline.rounds[i], contender.rounds[i]) for i in numbers]
                 points.append(load_point(load, pairs))
@@ -195,7 +197,7 @@ class Comparison:
     def log(self, contender: Contender) -> DraftLog:
         """The log of a draft on the prompts that the contender and the baseline decoded."""
         pairs = self.pairs(contender)
-        plain, drafted = (
+        plain, with_draft = (
             [side.outputs[i].timed.run for i in pairs] for side in (self.baseline, contender)
         )
         by_load, no_load = self.by_load(contender)
@@ -205,7 +207,7 @@ class Comparison:
         return DraftLog(
             **contender.facts | {"missing": missing},
             name=contender.name,
-            runs=drafted,
+            runs=with_draft,
             baseline=plain,
             lossless={"prompts": len(pairs), "divergences": self.divergent(contender)},
             by_load=by_load,
@@ -243,7 +245,7 @@ class Comparison:
             prompts=prompt_facts(replace(self.prompts, prompts=prompts, ids=[])),
             provenance=provenance | ({"failures": failures} if failures else {}),
             answers=[
-                Answer(run.prompt_id, prompt_ids, run.tokens, [], group=run.group)
+                TargetOutput(run.prompt_id, prompt_ids, run.tokens, [], group=run.group)
                 for run, prompt_ids, *_ in (output.greedy for output in outputs)
                 if prompt_ids
             ],
@@ -266,37 +268,37 @@ class Comparison:
                         self._judge(engine)
                 stage = "rounds"
                 for number in visit.rounds:
-                    doing = f"at {self.rounds[number].load} requests at a time: "
+                    doing = f"at {self.rounds[number].concurrency} requests at a time: "
                     timed = timed_round(engine, self.rounds[number], self.decoding)
                     contender.rounds[number] = timed
                     bar.update()
         except ServerError as error:  # here, because `running` may add to the error
             contender.failures.setdefault(stage, f"{doing}{error}")
 
-    def _output(self, contender: Contender, engine: Engine, number: int) -> Output:
+    def _output(self, contender: Contender, engine: Engine, number: int) -> PromptOutputs:
         prompt = self.prompts.prompts[number]
         timed = greedy = engine.decode(prompt, self.decoding)
         if not self.decoding.sampling.greedy:
             greedy = engine.decode(prompt, self.greedy)
         plain = self.baseline.outputs.get(number)
         if contender is self.baseline or (plain and plain.greedy.run.tokens == greedy.run.tokens):
-            return Output(timed, greedy, None)
-        return Output(timed, greedy, engine.read(greedy))
+            return PromptOutputs(timed, greedy, None)
+        return PromptOutputs(timed, greedy, engine.read(greedy))
 
     def _judge(self, engine: Engine) -> None:
         for contender in self.drafting:
             for i in self.pairs(contender):
                 if entry := self._divergence(contender, i):
-                    plain, drafted = self.baseline.outputs[i].greedy, contender.outputs[i]
+                    plain, with_draft = self.baseline.outputs[i].greedy, contender.outputs[i]
                     position = entry["position"]
                     # an output that is only cut short has no second token, so it is a mismatch
-                    if position < min(len(plain.run.tokens), len(drafted.greedy.run.tokens)):
-                        entry |= engine.explain(plain, drafted, position, self.greedy)
+                    if position < min(len(plain.run.tokens), len(with_draft.greedy.run.tokens)):
+                        entry |= engine.explain(plain, with_draft, position, self.greedy)
                     contender.divergences[i] = entry
 
     def _divergence(self, contender: Contender, number: int) -> dict[str, Any] | None:
         """The fields of a `Divergence`, not explained yet; None if the outputs are equal."""
-        plain, drafted = (c.outputs[number].greedy.run for c in (self.baseline, contender))
-        if plain.tokens == drafted.tokens:
+        plain, with_draft = (c.outputs[number].greedy.run for c in (self.baseline, contender))
+        if plain.tokens == with_draft.tokens:
             return None
-        return divergence(plain, drafted, self.text_of)
+        return divergence(plain, with_draft, self.text_of)

@@ -1,7 +1,7 @@
 """Measures drafts in vLLM servers, each compared with the target alone on the same prompts.
 
-Servers get one request at a time, then several at a time (eval/engines/load.py). Servers that run
-already take turns; servers that are started here run one at a time.
+Servers get one request at a time, then several at a time (eval/engines/concurrency.py). Servers
+that run already take turns; servers that are started here run one at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from eval.decoding.loop import Decoding
 from eval.engines.comparison import (
     Comparison,
     Contender,
-    Response,
+    Output,
     runs_already,
     take_turns,
     there_and_back,
@@ -38,7 +38,7 @@ from eval.prompts import PromptSet
 from eval.reporting.fields import Report
 
 PATIENCE = 600.0  # most seconds without a byte from a server started here, which may use a CPU
-WARM_UP = 16  # tokens of a server's first response, which is not timed
+WARM_UP = 16  # tokens of a server's first output, which is not timed
 STEPS = ("tau", "mean_drafted", "accepted_over_drafted", "per_position")
 UNTOLD = {
     **REFERENCE_ONLY,
@@ -191,16 +191,16 @@ def _report(comparison: Comparison, provenance: dict[str, Any], **facts: Any) ->
     return comparison.report(logs, provenance, rule, None, engine="vllm", **facts)
 
 
-def _counters(responses: Sequence[Response]) -> tuple[dict[str, Any] | None, str]:
+def _counters(outputs: Sequence[Output]) -> tuple[dict[str, Any] | None, str]:
     """The `counters` of the report and "", or None and the reason."""
-    counted = [(r.run, r.counters) for r in responses if r.counters is not None]
+    counted = [(r.run, r.counters) for r in outputs if r.counters is not None]
     if not counted:
         return None, (
             "the server has no counters vllm:spec_decode_* at /metrics: speculation is off, "
             "--disable-log-stats is set, or it is not vLLM"
         )
     drafts, drafted, accepted, accepted_at = Speculation.sum(counts for _, counts in counted)
-    tokens = sum(len(response.run.tokens) for response in responses)
+    tokens = sum(len(output.run.tokens) for output in outputs)
     # each draft emits the accepted tokens and one more; the last draft of each output may be cut
     if accepted + drafts > tokens + (len(accepted_at) + 1) * len(counted):
         return None, (

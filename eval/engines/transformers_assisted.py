@@ -32,7 +32,7 @@ from eval.engines.comparison import (
     Comparison,
     Contender,
     Output,
-    Response,
+    PromptOutputs,
     runs_already,
     take_turns,
 )
@@ -78,7 +78,7 @@ class Assisted:
                 assistant_confidence_threshold=0.0,
             )
 
-    def decode(self, prompt: Prompt, decoding: Decoding) -> Response:
+    def decode(self, prompt: Prompt, decoding: Decoding) -> Output:
         """The output, with the drafted tokens of each speculation step."""
         ids = self.ids[prompt.id]
         inputs: list[Tensor] = []
@@ -97,7 +97,7 @@ class Assisted:
         drafted = [call[0, len(ids) if i == 0 else 1 :].tolist() for i, call in enumerate(inputs)]
         run = PromptRun.of(prompt, len(ids), seconds, emitted)
         run = log_steps(run, drafted, emitted, self.gamma, decoding.max_new_tokens)
-        return Response(run, ids, run.tokens[-1] in decoding.stops)
+        return Output(run, ids, run.tokens[-1] in decoding.stops)
 
     def _generate(self, ids: list[int], decoding: Decoding, **options: Any) -> Any:
         sampled: dict[str, Any] = asdict(decoding.sampling)
@@ -118,22 +118,22 @@ class Assisted:
             **options,
         )
 
-    def read(self, greedy: Response) -> Assisted:
+    def read(self, greedy: Output) -> Assisted:
         """This engine, so that `explain` can compute logits with its draft again."""
         return self
 
     def explain(
-        self, plain: Response, drafted: Output, position: int, greedy: Decoding
+        self, plain: Output, with_draft: PromptOutputs, position: int, greedy: Decoding
     ) -> dict[str, Any]:
         """As in `Engine`: a near-tie by the logits, if both outputs are also equal in fp32."""
-        ids, drafting = plain.prompt_ids, drafted.reading
+        ids, drafting = plain.prompt_ids, with_draft.reading
         single, wide = (
             engine._generate(ids, greedy, output_logits=True, return_dict_in_generate=True)
             .logits[position][0]
             .float()
             for engine in (self, drafting)
         )
-        tokens = plain.run.tokens[position], drafted.greedy.run.tokens[position]
+        tokens = plain.run.tokens[position], with_draft.greedy.run.tokens[position]
         entry = tie(single, wide, *tokens, self.model.dtype)
         if entry["tie"]:
             assistant = copy.deepcopy(drafting.assistant).float()

@@ -14,7 +14,7 @@ import numpy as np
 
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.prompt_run import PromptRun
-from eval.engines.comparison import Output, Response
+from eval.engines.comparison import Output, PromptOutputs
 from eval.engines.counters import Series, between, read_series
 from eval.engines.divergences import Logprobs, explain, read_output
 from eval.engines.server import UNPENALISED, Server, ServerError
@@ -22,7 +22,7 @@ from eval.prompts import Prompt, chat_request
 
 
 class VllmServer(Server):
-    """A vLLM server as an `Engine`. `decode` and `answer` raise ServerError if a request fails."""
+    """A vLLM server as an `Engine`. Its methods raise ServerError if a request fails."""
 
     @cached_property
     def version(self) -> str | None:
@@ -39,13 +39,13 @@ class VllmServer(Server):
         except ServerError:  # speed can be measured without counters
             return {}
 
-    def decode(self, prompt: Prompt, decoding: Decoding) -> Response:
+    def decode(self, prompt: Prompt, decoding: Decoding) -> Output:
         """The output for one prompt with its counts; the server must have no other request."""
         before = self.counters()
-        response = self.answer(prompt, decoding)
-        return response._replace(counters=between(before, self.counters()))
+        output = self.generate(prompt, decoding)
+        return output._replace(counters=between(before, self.counters()))
 
-    def answer(self, prompt: Prompt, decoding: Decoding) -> Response:
+    def generate(self, prompt: Prompt, decoding: Decoding) -> Output:
         """The output for one prompt, streamed; each message with tokens is a speculation step."""
         body: dict[str, Any] = {
             "model": self.model,
@@ -80,7 +80,7 @@ class VllmServer(Server):
                     steps.append(ids)
                     times.append(now)
         if finish is None:
-            raise ServerError(f"{self.url} broke off in its response to prompt {prompt.id!r}.")
+            raise ServerError(f"{self.url} broke off in its output to prompt {prompt.id!r}.")
         sent = sum(map(len, steps))
         if not sent or sent != usage.get("completion_tokens", sent):
             raise ServerError(
@@ -90,15 +90,15 @@ class VllmServer(Server):
             )
         seconds = np.diff(times).tolist()
         run = PromptRun.of(prompt, usage.get("prompt_tokens", 0), seconds, steps)
-        return Response(run, prompt_ids, finish == "stop")
+        return Output(run, prompt_ids, finish == "stop")
 
-    def read(self, greedy: Response) -> list[Logprobs] | str:
+    def read(self, greedy: Output) -> list[Logprobs] | str:
         """The log-probabilities of this server for its own output, or why there are none."""
         return read_output(self, greedy.prompt_ids, greedy.run.tokens)
 
     def explain(
-        self, plain: Response, drafted: Output, position: int, greedy: Decoding
+        self, plain: Output, with_draft: PromptOutputs, position: int, greedy: Decoding
     ) -> dict[str, Any]:
         """As in `Engine`, by log-probabilities of this server and of the server with the draft."""
-        outputs = plain.run.tokens, drafted.greedy.run.tokens
-        return explain(self, drafted.reading, plain.prompt_ids, outputs, position)
+        outputs = plain.run.tokens, with_draft.greedy.run.tokens
+        return explain(self, with_draft.reading, plain.prompt_ids, outputs, position)

@@ -1,6 +1,6 @@
 """The rejection atlas: where a draft is rejected, and which tokens it confuses.
 
-Its source is the teacher-forced log: an `Agreement` and an `Answer` for each prompt.
+Its source is the teacher-forced log: an `Agreement` and an `TargetOutput` for each prompt.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from eval.measuring.intervals import Part, Positive, Share, share
-from eval.measuring.runs import Agreement, Answer, RunLog
+from eval.measuring.runs import Agreement, RunLog, TargetOutput
 
 EXAMPLES = 12
 ENTROPY_EDGES = (0.0, 0.1, 0.5, 1.0, 2.0, 4.0)  # bits
@@ -140,7 +140,7 @@ def _by_output_position(agreements: Sequence[Agreement]) -> list[Bucket]:
     return _buckets(agreements, edges, [range(1, len(a.values) + 1) for a in agreements])
 
 
-def _by_entropy(agreements: Sequence[Agreement], answers: Sequence[Answer]) -> list[Bucket]:
+def _by_entropy(agreements: Sequence[Agreement], answers: Sequence[TargetOutput]) -> list[Bucket]:
     """The acceptance rate by the entropy of the target's distribution."""
     edges = list(zip(ENTROPY_EDGES, [*ENTROPY_EDGES[1:], None], strict=True))
     return _buckets(agreements, edges, [answer.entropy for answer in answers])

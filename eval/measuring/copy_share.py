@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from eval.measuring.intervals import Part, Share, share
-from eval.measuring.runs import Answer
+from eval.measuring.runs import TargetOutput
 
 COPY_TOKENS = 8  # the shortest copy; shorter runs repeat in any text
 COPIED_LITTLE, COPIED_MUCH = 0.1, 0.3  # shares of a response, bounds of the classes
@@ -31,7 +31,7 @@ class CopyShare(Part):
     of_answer: Share = Field(description="of an earlier part of the response")
 
 
-class Answers(Part):
+class TargetOutputs(Part):
     """The target's own responses to the evaluation prompts."""
 
     copy_share: CopyShare = Field(
@@ -58,7 +58,7 @@ def copied(prompt: Sequence[int], answer: Sequence[int]) -> NDArray[np.bool_]:
     return flags
 
 
-def copy_classes(answers: Sequence[Answer]) -> dict[str, str]:
+def copy_classes(answers: Sequence[TargetOutput]) -> dict[str, str]:
     """The class in COPY_CLASSES of each response, by prompt id."""
     classes = {}
     for answer in answers:
@@ -68,7 +68,7 @@ def copy_classes(answers: Sequence[Answer]) -> dict[str, str]:
     return classes
 
 
-def described(answers: Sequence[Answer]) -> Answers | None:
+def described(answers: Sequence[TargetOutput]) -> TargetOutputs | None:
     """The copy share of the responses; None without responses."""
     if not answers:
         return None
@@ -81,7 +81,7 @@ def described(answers: Sequence[Answer]) -> Answers | None:
         ]
         return share("copy_share", rows)
 
-    return Answers(
+    return TargetOutputs(
         copy_share=CopyShare(
             either=share_of([0, 1]), of_prompt=share_of([0]), of_answer=share_of([1])
         )

@@ -27,7 +27,7 @@ from eval.measuring.environment import environment
 from eval.measuring.intervals import measure
 from eval.measuring.journal import Journal
 from eval.measuring.losslessness import LosslessCheck
-from eval.measuring.runs import Answer, DraftLog, RunLog
+from eval.measuring.runs import DraftLog, RunLog, TargetOutput
 from eval.measuring.timing import (
     Contender,
     decode_in_turns,
@@ -200,7 +200,7 @@ def evaluate(
         provenance=provenance | {"resumed": journal.resumed},
         over_stock_generate=measure("over_stock_generate", stock, metrics.speedup_of),
         answers=[
-            Answer(prompt.id, ids, text, bits, prompt.group)
+            TargetOutput(prompt.id, ids, text, bits, prompt.group)
             for prompt, ids, text, bits in zip(
                 evaluation.prompts, evaluation.ids, texts, entropy, strict=True
             )

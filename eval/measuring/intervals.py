@@ -142,10 +142,10 @@ def measure(
 ) -> Measured:
     """`statistic` of the column totals, with its 95% interval from FEWEST_CLUSTERS clusters on.
 
-    rows: K columns for each prompt. statistic: (..., K) totals -> (...) values. groups: the group
-    of each row. Rows of one group are one cluster; a row without a group is a cluster alone. ends:
-    the kind of interval. Raises `NothingToMeasure` without rows, ValueError if the result is not a
-    finite number.
+    rows: the columns of each prompt. statistic: (..., columns) totals -> (...) values. groups: the
+    group of each row. Rows of one group are one cluster; a row without a group is a cluster alone.
+    ends: the kind of interval. Raises `NothingToMeasure` without rows, ValueError if the result is
+    not a finite number.
     """
     if not rows:
         raise NothingToMeasure(f"no prompt has the values for {name}")

@@ -31,7 +31,7 @@ class Speculation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Answer:
+class TargetOutput:
     """A response of the target, on which the acceptance rates of all drafts are measured.
 
     prompt, tokens: token ids. entropy: bits of the target's distribution at temperature 1, by
@@ -80,7 +80,7 @@ class DraftLog:
     A field that an engine cannot measure is None; `missing` has the reason by report field.
     gamma: the draft length chosen for this draft. memory: {target_bytes, draft_bytes,
     kv_bytes_per_token: {target, draft}} of the checkpoints measured. lossless: fields of a
-    `Ledger`. by_load: from eval/engines/load.py. counters: of a server.
+    `Ledger`. by_load: from eval/engines/concurrency.py. counters: of a server.
     """
 
     name: str
@@ -118,7 +118,7 @@ class RunLog:
     prompts: dict[str, Any]
     provenance: dict[str, Any]
     over_stock_generate: Any = None
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[TargetOutput] = field(default_factory=list)
     spell: Callable[[int], bytes] = lambda token: b""
     special: frozenset[int] = frozenset()
     target_quantization: str | None = None

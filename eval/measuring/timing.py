@@ -62,9 +62,9 @@ def step_costs(
             steps["target", width] = timed_step(target, cache, width, context_length, sampling)
         if number < len(drafters):
             steps["draft", number] = drafters[number].step(context_length, sampling)
-            block = drafters[number].block(context_length, sampling, longest_draft)
-            if block is not None:
-                steps["block", number] = block
+            whole = drafters[number].draft_at_once(context_length, sampling, longest_draft)
+            if whole is not None:
+                steps["whole draft", number] = whole
     seconds: dict[tuple[str, int], list[float]] = {step: [] for step in steps}
     for repeat in tqdm(range(WARM_UP_ROUNDS + repeats), desc="step costs", unit="round"):
         for step, run in steps.items():
@@ -79,8 +79,8 @@ def step_costs(
     costs = []
     for number in range(len(drafters)):
         token, once = median["draft", number], 0.0
-        if ("block", number) in median:  # a parallel draft's time grows by a column per token
-            longest = median["block", number]
+        if ("whole draft", number) in median:  # a parallel draft's time grows by a column per token
+            longest = median["whole draft", number]
             # noise can make the shorter draft slower, but no part of its time may be below 0
             column = max(
                 0.0, min((longest - token) / max(1, longest_draft - 1), longest / longest_draft)

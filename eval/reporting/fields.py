@@ -13,7 +13,7 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from align.sources import abridged
 from eval.measuring.atlas import Atlas
-from eval.measuring.copy_share import Answers
+from eval.measuring.copy_share import TargetOutputs
 from eval.measuring.cost import Payoff, StepCosts
 from eval.measuring.intervals import Both, Count, Measured, Part, Positive, Quantity, Share
 from eval.measuring.metrics import (
@@ -235,7 +235,7 @@ class Report(Part):
     baseline: Baseline
     decoding: DecodingSetting
     prompts: PromptsUsed
-    answers: Answers | None = Field(None, description="null: their token ids are not known")
+    answers: TargetOutputs | None = Field(None, description="null: their token ids are not known")
     environment: Environment | None = None
     drafts: dict[str, DraftReport] = Field(min_length=1, description="by name")
     gain: list[Gain] = Field(description="difference to the draft named, on the same prompts.")

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from eval.measuring.copy_share import Answers
+from eval.measuring.copy_share import TargetOutputs
 from eval.measuring.intervals import FEWEST_CLUSTERS, Measured
 from eval.reporting.fields import DraftReport, HeldOutCurve, Report
 from eval.reporting.verdict import in_order, label, size
@@ -40,7 +40,7 @@ DEFINITIONS = {
         ("verify ratio", DraftReport, "verify_ratio"),
         ("TTFT", DraftReport, "ttft_ms"),
         ("ITL", DraftReport, "itl_ms"),
-        ("copy share", Answers, "copy_share"),
+        ("copy share", TargetOutputs, "copy_share"),
         ("gain", Report, "gain"),
         ("intervals", Measured, "ci95"),
     )

@@ -92,9 +92,8 @@ def test_what_is_measured_is_the_drafts_agreement_and_its_best_weights_are_kept(
     assert shown.count("the best so far") == len(so_far)
     kept = {int(path.parent.name.partition("-")[2]) for path in folder.glob("*/complete")}
     assert {so_far[-1], 24} <= kept
-    assert (
-        f"held-out acceptance rate {best:.3f} after step {best_of(seen).step} of 24: kept" in shown
-    )
+    kept_at = f"kept: the draft after step {best_of(seen).step} of 24, held-out acceptance rate"
+    assert f"{kept_at} {best:.3f}" in shown
     tokens = [one.tokens for one in seen]
     assert tokens[-1] == 24 * 8  # all that were taught; half of them after half an epoch
     assert dict(zip([one.step for one in seen], tokens, strict=True))[3] == 12 * 8
@@ -109,7 +108,7 @@ def worse_after(last):
         if len(self.measurements) > STEPS.index(last):
             none = [0.0] * len(self.rows)
             self.sums = [none, *self.sums[1:3], none, self.sums[4]]
-        return {"drafted": Measurement(0, 0, *self.sums).drafted}
+        return {held_out.METRIC: Measurement(0, 0, *self.sums).draft_acceptance_rate}
 
     return found
 
@@ -250,8 +249,8 @@ def test_prompts_that_are_all_alike_are_trained_on(job, tmp_path, followed, caps
 
 
 def test_the_best_weights_are_those_whose_whole_drafts_are_accepted():
-    early = Measurement(1, 1, [9.0], [0.0], [10], drafts_accepted=[9.0], drafts=[20])
-    late = Measurement(2, 2, [8.9], [0.0], [10], drafts_accepted=[14.0], drafts=[20])
+    early = Measurement(1, 1, [9.0], [0.0], [10], draft_accepted=[9.0], draft_tokens=[20])
+    late = Measurement(2, 2, [8.9], [0.0], [10], draft_accepted=[14.0], draft_tokens=[20])
     assert early.acceptance_rate > late.acceptance_rate
     assert best_of([early, late]) is late
 
@@ -287,12 +286,18 @@ def test_a_run_follows_held_out_prompts_and_reports_the_curve(job, tmp_path, fol
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_of_drafts_of_several_steps_the_first_token_is_followed(
-    job, tmp_path, followed, monkeypatch, kind
+    job, tmp_path, followed, monkeypatch, capsys, kind
 ):
     made = {"draft": None, "drafter": kind, "num_draft_layers": 1, "draft_vocab_size": 270}
     recipe = job(tmp_path / "run", **made, max_steps=30)
     assert run(recipe) == 0
     best = best_of(read_measurements(recipe.folder))
+    # the number that decided, not that of the first tokens
+    rate = best.draft_acceptance_rate
+    assert (
+        f"step {best.step} of 30, held-out acceptance rate {rate:.3f} of" in capsys.readouterr().out
+    )
+    assert round(rate, 3) != round(best.acceptance_rate, 3)
     prompts = collect_prompts(recipe, check_models(recipe).target)
     target = target_loader(recipe, prompts)()
     # in eight bits another token than the trained weights' may be the best one

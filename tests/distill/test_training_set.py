@@ -25,16 +25,16 @@ def test_a_batch_has_the_cached_distributions_in_the_rows_of_the_head(tmp_path, 
     for some in (list(packed)[10:], list(packed)[:10]):
         store.append({name: packed[name] for name in some}, "local")
     answers = Answers(store, packed)
-    head_rows = None
+    head_entries = None
     if trimmed:
-        head_rows = torch.full((VOCAB,), -1)
-        head_rows[::2] = torch.arange(VOCAB // 2)
-    collate = DistillationCollator(7, answers.__getitem__, head_rows)
+        head_entries = torch.full((VOCAB,), -1)
+        head_entries[::2] = torch.arange(VOCAB // 2)
+    collate = DistillationCollator(7, answers.__getitem__, head_entries)
     for some in ([3, 3, 20, 1], [5, 5]):  # of several lengths, and of one
         batch = collate([{"index": i} for i in some])
         expected = [made_answers()[i] for i in some]
         ids = torch.cat([answer.top_ids for answer in expected])
-        assert torch.equal(batch["top_ids"], ids if head_rows is None else head_rows[ids])
+        assert torch.equal(batch["top_ids"], ids if head_entries is None else head_entries[ids])
         logprobs = torch.cat([answer.top_logprobs.half() for answer in expected])
         assert torch.equal(batch["top_logprobs"], logprobs.float())
         assert batch["index"].tolist() == some

@@ -26,20 +26,20 @@ from eval.decoding.verification import Sampling
 
 @dataclass(kw_only=True)
 class CausalLMDrafter(HeadDrafter):
-    """rows: number of head entries that may be drafted; later ones are padding. None: all.
+    """entries: number of head entries that may be drafted; later ones are padding. None: all.
 
     most: the longest draft that the model was trained for. None: any length.
     """
 
     decoder: Decoder
-    rows: int | None = None
+    entries: int | None = None
     most: int | None = None
 
     def __post_init__(self) -> None:
         self.kv_bytes_per_token = self.decoder.new_cache(1, 1).bytes_per_token()
 
     def cut(self, logits: Tensor) -> Tensor:
-        return logits[..., : self.rows]
+        return logits[..., : self.entries]
 
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
         # with another tokenizer, the draft's context may be shorter than the target's

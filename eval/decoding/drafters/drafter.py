@@ -106,7 +106,7 @@ class Drafter(ABC):
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
         """A function that drafts one token after `context_length` tokens, for timing."""
 
-    def block(
+    def draft_at_once(
         self, context_length: int, sampling: Sampling, count: int
     ) -> Callable[[], None] | None:
         """A function that drafts `count` tokens at once, for timing; None if each takes a step."""

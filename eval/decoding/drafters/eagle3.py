@@ -1,11 +1,11 @@
 """EAGLE-3: one transformer layer that reads the target's hidden states (arXiv 2503.01840).
 
-The layer reads pairs: the embedding of a token, and a state of H numbers of the token before it. If
-the target has read the token before, its states there, fused by `fc`, are the state; otherwise the
-state is the layer's output for the pair before. Pair i belongs to token i + 1.
+Each input of the layer is the embedding of a token and a state [H] of the token before it. If the
+target has read the token before, the state is the target's states there, fused by `fc`; otherwise
+it is the layer's output for the input before. Input i belongs to token i + 1.
 
 A folder holds the checkpoint in the layout of vLLM and speculators, or of EAGLE's code, and
-compact.json if draftsmith made it. Legend: T pairs, H hidden size, K entries of the head, V the
+compact.json if draftsmith made it. Legend: T inputs, H hidden size, K entries of the head, V the
 target's vocabulary.
 """
 
@@ -43,7 +43,7 @@ MIDLAYER = "midlayer."  # the layer's name in the layout of EAGLE's own code
 
 
 class Eagle3(DraftFormat):
-    def head_rows(self, config: Mapping[str, Any]) -> int | None:
+    def head_size(self, config: Mapping[str, Any]) -> int | None:
         if config.get("speculators_model_type") != "eagle3" and not in_own_layout(config):
             return None
         text = config.get("transformer_layer_config", config)
@@ -125,7 +125,7 @@ def refuse_unknown_parts(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def build_eagle3(config: LlamaConfig, layers: Sequence[int], rows: int) -> LlamaForCausalLM:
-    """The draft without weights: a Llama whose one layer reads pairs, with `fc` and `hidden_norm`.
+    """The draft without weights: a Llama of one layer, with `fc` and `hidden_norm`.
 
     layers: numbers of the target's states that it reads. rows: entries of its head.
     """
@@ -204,9 +204,9 @@ class Eagle3Decoder(FusedDecoder):
     def read(
         self, tokens: Tensor, hidden: Tensor, start: int, cache: KVCache
     ) -> tuple[Tensor, Tensor]:
-        """The head's input and the layer's output, which is the next pair's state; both [1, T, H].
+        """The head's input and the layer's output, which is the next input's state; both [1, T, H].
 
-        tokens, hidden: the pairs [1, T], [1, T, H]. start: the number of the first pair.
+        tokens, hidden: the layer's inputs [1, T], [1, T, H]. start: the number of the first input.
         """
         (layer,), (kind,) = self.layers, self.kinds
         embedded = self._norm(F.embedding(tokens, self.embedding), layer.input_norm)
@@ -221,8 +221,8 @@ class Eagle3Decoder(FusedDecoder):
         return self._norm(hidden, self.final_norm), hidden
 
     def from_start(self, tokens: Tensor, hidden: Tensor, cache: KVCache | None = None) -> Tensor:
-        """The head's input [1, T, H] for the first T pairs of a text (`read`)."""
-        if tokens.shape[1] == 0:  # a text of one token has no pair
+        """The head's input [1, T, H] for the first T inputs of a text (`read`)."""
+        if tokens.shape[1] == 0:  # a text of one token gives no input
             return hidden
         cache = cache or self.new_cache(1, tokens.shape[1])
         pieces = zip(tokens.split(PIECE, 1), hidden.split(PIECE, 1), strict=True)
@@ -238,7 +238,7 @@ class Eagle3Drafter(CausalLMDrafter):
     decoder: Eagle3Decoder
 
     def fused(self, states: HiddenStates) -> Tensor:
-        """The states [1, T, H] of pairs, from the target's states [1, T, H] of each layer."""
+        """The states of the layer's inputs, from the target's of each layer; [1, T, H] each."""
         return self.decoder.fc(self.side_by_side(states, self.decoder.dtype))
 
     def start(self, text: Text) -> Session:
@@ -251,7 +251,7 @@ class Eagle3Drafter(CausalLMDrafter):
         decoder = self.decoder
         tokens = torch.tensor([[*ids, *text[:-1]][1:]], device=decoder.device)
         hidden = self.fused({k: states[k][:, :-1] for k in self.layers})  # type: ignore[index]
-        # after a prompt of one token, the first token of the text has no pair before it
+        # after a prompt of one token, no input predicts the first token of the text
         first = max(0, tokens.shape[1] - len(text))
         logits = decoder.head(decoder.from_start(tokens, hidden)[:, first:])[0]
         return logits, len(text) - len(logits)
@@ -269,9 +269,9 @@ class Eagle3Drafter(CausalLMDrafter):
 
 
 class Eagle3Session(TokenSession):
-    """`new`, `states` [1, T, H]: the pairs not yet read.
+    """`new`, `states` [1, T, H]: tokens and states of the inputs not yet read.
 
-    `hidden` [1, 1, H]: the layer's output for the last pair that was read.
+    `hidden` [1, 1, H]: the layer's output for the last input that was read.
     """
 
     drafter: Eagle3Drafter

@@ -29,7 +29,7 @@ class DraftFormat:
         """The name of its file; compact.json and recipes use this name."""
         return type(self).__module__.rpartition(".")[2]
 
-    def head_rows(self, config: Mapping[str, Any]) -> int | None:
+    def head_size(self, config: Mapping[str, Any]) -> int | None:
         """Head entries of a published draft by its config.json; None if it is of another kind."""
         return None
 
@@ -65,5 +65,5 @@ def formats() -> dict[str, DraftFormat]:
 def published_format(folder: Path) -> DraftFormat | None:
     """The format of the published draft in a folder; None for an ordinary model."""
     config = read_json(folder / "config.json")
-    known = (form for form in formats().values() if form.head_rows(config) is not None)
+    known = (form for form in formats().values() if form.head_size(config) is not None)
     return next(known, None)

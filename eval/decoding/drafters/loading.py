@@ -48,7 +48,7 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
             )
             break
         drafter = kind.load(folder, target)
-        published = kind.head_rows(read_json(folder / "config.json")) is not None
+        published = kind.head_size(read_json(folder / "config.json")) is not None
         full = (folder if published else folder.parent) / "model.safetensors"
         drafter.path = str(folder)
         drafter.full_form_bytes = full.stat().st_size if full.is_file() else None

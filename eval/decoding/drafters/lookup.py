@@ -156,10 +156,10 @@ class LookupFirst(Drafter):
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
         return self.draft.step(context_length, sampling)
 
-    def block(
+    def draft_at_once(
         self, context_length: int, sampling: Sampling, count: int
     ) -> Callable[[], None] | None:
-        return self.draft.block(context_length, sampling, count)
+        return self.draft.draft_at_once(context_length, sampling, count)
 
 
 class LookupFirstSession(Session):

@@ -53,7 +53,7 @@ class MedusaConfig(PreTrainedConfig):
     medusa_fc_bias: bool = True
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """x + SiLU(W x + b)."""
 
     def __init__(self, size: int) -> None:
@@ -72,7 +72,7 @@ class MedusaModel(PreTrainedModel):
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
         size = config.hidden_size
-        self.blocks = nn.ModuleList([Block(size) for _ in range(config.num_heads)])
+        self.blocks = nn.ModuleList([ResidualBlock(size) for _ in range(config.num_heads)])
         self.lm_head = nn.Linear(size, config.truncated_vocab_size, bias=False)
         self.post_init()
 
@@ -84,7 +84,7 @@ class MedusaModel(PreTrainedModel):
 
 
 class Medusa(DraftFormat):
-    def head_rows(self, config: Mapping[str, Any]) -> int | None:
+    def head_size(self, config: Mapping[str, Any]) -> int | None:
         if config.get("model_type") != "medusa":
             return None
         return int(config.get("truncated_vocab_size") or config["vocab_size"])

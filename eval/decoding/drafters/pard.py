@@ -54,7 +54,9 @@ class PardDrafter(CausalLMDrafter):
     def start(self, text: Text) -> Session:
         return PardSession(self, text)
 
-    def block(self, context_length: int, sampling: Sampling, count: int) -> Callable[[], None]:
+    def draft_at_once(
+        self, context_length: int, sampling: Sampling, count: int
+    ) -> Callable[[], None]:
         cache = self.decoder.new_cache(1, context_length + count)
         return timed_step(self.decoder, cache, count, context_length, sampling, self.cut)
 

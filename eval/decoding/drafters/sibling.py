@@ -38,7 +38,7 @@ def sibling_drafter(model: Any, spec: str, target: Target, strategy: str) -> Cau
     context = target.decoder.context_length
     if chosen == "intersection":
         context = min(longest_context(model.config.get_text_config()), LONGER * context)
-    size, head_rows = model_bytes(model), model.get_output_embeddings().weight.shape[0]
+    size, head_size = model_bytes(model), model.get_output_embeddings().weight.shape[0]
     about: dict[str, Any] = {
         "decoder": build_decoder(model, context),
         "vocab_size": vocab_size,
@@ -53,7 +53,7 @@ def sibling_drafter(model: Any, spec: str, target: Target, strategy: str) -> Cau
     }
     if chosen == "intersection":
         return MapDrafter(target=target_vocab, draft=draft_vocab, **about)
-    about["rows"] = None if head_rows == shared else shared
+    about["entries"] = None if head_size == shared else shared
     if hasattr(model.config, "pard_token"):
         return PardDrafter(**of_config(model.config), **about)
     return CausalLMDrafter(**about)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from align.sources import read_json
-from distill.drafters.kind import Start, kinds
+from distill.drafters.kind import Origin, kinds
 from eval.decoding.build import build_decoder
 from eval.decoding.target import Target
 
@@ -29,7 +29,7 @@ def random_draft(target):
     def make(name, token_ids=None, layers=None):
         kind = kinds()[name]
         read = layers or kind.target_layers(target.model.config.to_dict())
-        model = kind.start(Start(target, token_ids, [], 1, 3, read, MASK)).model.float()
+        model = kind.initialise(Origin(target, token_ids, [], 1, 3, read, MASK)).model.float()
         torch.manual_seed(2)
         with torch.no_grad():
             for weight in (p for p in model.parameters() if p.requires_grad and p.ndim > 1):

@@ -140,7 +140,7 @@ def test_a_held_out_text_says_how_many_of_all_drafted_tokens_are_accepted(tiny_l
             read = texts[at // width, : at % width + 1][None]
             accepted[entry] = agreed(plain(read), logits[entry])
         first = accepted.clone()
-        for entry, depth in zip(drawn.entries.tolist(), drawn.depths.tolist(), strict=True):
+        for entry, depth in zip(drawn.anchors.tolist(), drawn.depths.tolist(), strict=True):
             at = int(positions[entry])
             text = texts[at // width, : at % width + 1].tolist()
             guess = plain(torch.tensor([[*text, *[mask] * depth]]))
@@ -149,9 +149,9 @@ def test_a_held_out_text_says_how_many_of_all_drafted_tokens_are_accepted(tiny_l
         give_loss_forward(model, KIND, forward_kl)
         found = model(**batch._asdict(), temperature=1.0)
     torch.testing.assert_close(found.accepted, first)
-    torch.testing.assert_close(found.drafted, accepted)
-    assert torch.equal(found.tokens, tokens)
-    assert len(drawn.entries) > 10
+    torch.testing.assert_close(found.draft_accepted, accepted)
+    assert torch.equal(found.draft_tokens, tokens)
+    assert len(drawn.anchors) > 10
     assert tokens.max() > 2
 
 

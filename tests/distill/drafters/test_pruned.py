@@ -7,10 +7,10 @@ from transformers import GemmaConfig, LlamaForCausalLM
 
 from align.trim import choose_tokens
 from distill.drafters.initialisation import FrozenEmbedding
-from distill.drafters.kind import Start
+from distill.drafters.kind import Origin
 from distill.drafters.pruned import KIND, build_pruned
 from distill.export import full_vocabulary
-from distill.models import check_prunable, head_rows
+from distill.models import check_prunable, head_entries
 from distill.prepare import domain_mass
 from distill.teacher.store import CachedAnswer
 from eval.decoding.build import build_decoder
@@ -50,7 +50,7 @@ def as_target(model):
 def prune_and_fit(target, answers, num_layers, head_size, forced):
     mass = domain_mass(answers, VOCAB)
     ids = None if head_size is None else choose_tokens(mass, head_size, forced)
-    return KIND.start(Start(as_target(target), ids, answers, num_layers, 3, ()))
+    return KIND.initialise(Origin(as_target(target), ids, answers, num_layers, 3, ()))
 
 
 def states(target, answers, num_layers):
@@ -147,10 +147,10 @@ def test_a_trimmed_head_keeps_the_domains_tokens_and_the_forced_ones(target, ans
 
 def test_head_rows_are_the_inverse_of_token_ids():
     ids = torch.tensor([2, 5, 9])
-    rows = head_rows(ids, 12)
+    rows = head_entries(ids, 12)
     assert rows[ids].tolist() == [0, 1, 2]
     assert int((rows == -1).sum()) == 9
-    assert head_rows(None, 12) is None
+    assert head_entries(None, 12) is None
 
 
 def test_the_full_form_makes_the_compact_forms_greedy_choices(target, answers):

@@ -140,7 +140,7 @@ def test_processes_make_the_cache_of_one_and_a_killed_run_goes_on(job, answered,
 def test_processes_that_do_not_share_a_folder_are_told(answered, monkeypatch):
     first = SimpleNamespace(is_main_process=True, process_index=0, num_processes=2)
     monkeypatch.setattr(module, "PartialState", lambda: first)
-    with pytest.raises(CacheError, match=r"lacks 1 of 5 entries .* a disk that all of them share"):
+    with pytest.raises(CacheError, match=r"lacks 1 of 5 records .* a disk that all of them share"):
         answered()
 
 

@@ -168,7 +168,7 @@ def test_a_match_of_two_tokens_takes_no_draft_step(behind, monkeypatch):
 
 def test_one_pass_of_the_draft_behind_it_is_timed_as_one(target):
     masked = PardDrafter(vocab_size=VOCAB, vocabulary={}, decoder=target.decoder, mask=0)
-    assert lookup_first(masked, GREEDY.stops).block(20, Sampling(), 3) is not None
+    assert lookup_first(masked, GREEDY.stops).draft_at_once(20, Sampling(), 3) is not None
 
 
 def test_it_is_named_before_a_colon(target):

@@ -56,7 +56,7 @@ def test_what_a_request_of_a_measured_server_says(fake, chat):
 
 def test_greedy_requests_leave_no_sampling_open(fake):
     server = fake()
-    VllmServer(server.url).answer(Prompt("a", prompt="x"), Decoding(Sampling(), frozenset(), 4))
+    VllmServer(server.url).generate(Prompt("a", prompt="x"), Decoding(Sampling(), frozenset(), 4))
     (body,) = server.streamed
     assert (body["temperature"], body["top_k"], body["top_p"]) == (0.0, -1, 1.0)
 

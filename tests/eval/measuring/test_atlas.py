@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from eval.measuring.atlas import build_atlas, telling_prompts
-from eval.measuring.runs import Agreement, Answer, RunLog
+from eval.measuring.runs import Agreement, RunLog, TargetOutput
 
 
 def run_of(*answers):
@@ -23,8 +23,8 @@ SPELT = [b"x", b" =", b" 1", b"\n", b"y"]
 @pytest.fixture
 def atlas():
     answers = [
-        Answer("b", [], [4, 1, 2, 3] * 5, [1.5] * 20),
-        Answer("a", [], [0, 1, 2, 3], [0.0, 0.2, 5.0, 0.2]),
+        TargetOutput("b", [], [4, 1, 2, 3] * 5, [1.5] * 20),
+        TargetOutput("a", [], [0, 1, 2, 3], [0.0, 0.2, 5.0, 0.2]),
     ]
     agreements = [
         Agreement("a", None, 3.0, 4, [1.0, 1.0, 0.0, 1.0], [0, 1, 9, 3]),
@@ -39,7 +39,7 @@ def test_confusions_are_counted(atlas):
 
 
 def test_a_position_without_a_proposal_is_an_empty_token():
-    answer = Answer("a", [], [0, 3] * 8, [0.0] * 16)
+    answer = TargetOutput("a", [], [0, 3] * 8, [0.0] * 16)
     agreement = Agreement("a", None, 8.0, 16, [0.0, 1.0] * 8, [-1, 4] * 8)
     atlas = build_atlas([agreement], run_of(answer), ["a"])
     (wrong,) = atlas.confusions
@@ -48,7 +48,7 @@ def test_a_position_without_a_proposal_is_an_empty_token():
 
 
 def test_special_tokens_have_no_text():
-    answer = Answer("a", [], [0, 1], [0.0] * 2)
+    answer = TargetOutput("a", [], [0, 1], [0.0] * 2)
     run = dataclasses.replace(run_of(answer), special=frozenset({1}))
     atlas = build_atlas([Agreement("a", None, 0.0, 2, [0.0] * 2, [1, 1])], run, ["a"])
     assert atlas.heat_map[0].tokens == ["x", ""]

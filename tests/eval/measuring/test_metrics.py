@@ -107,7 +107,7 @@ def test_only_a_whole_last_draft_may_go_without_a_bonus_token(block, accepted, d
     run = make_run(accepted=accepted, drafted=drafted, seconds=(1.0, 1.0))
     run.block_tokens[block] -= 1
     run.tokens.pop()
-    with pytest.raises(ValueError, match=f"block {block} emitted"):
+    with pytest.raises(ValueError, match=f"step {block} emitted"):
         table([run])
 
 
@@ -129,7 +129,7 @@ def test_unknown_steps_are_neither_checked_nor_measured():
     (row,) = table([run], steps_known=False)
     assert row.tokens == 8
     assert not {"blocks", "drafted", "accepted_at"} & set(row.model_dump())
-    with pytest.raises(ValueError, match="block 0 emitted 3 tokens with 0 accepted"):
+    with pytest.raises(ValueError, match="step 0 emitted 3 tokens with 0 accepted"):
         table([run])
 
 

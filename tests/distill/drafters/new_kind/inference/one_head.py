@@ -4,7 +4,7 @@ from eval.decoding.drafters.medusa import Medusa
 
 
 class OneHead(Medusa):
-    def head_rows(self, config):
+    def head_size(self, config):
         return None  # nobody publishes it: its config.json is that of Medusa
 
 

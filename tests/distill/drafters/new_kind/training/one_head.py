@@ -6,8 +6,8 @@ from distill.drafters.medusa import Medusa
 
 
 class OneHead(Medusa):
-    def start(self, start):
-        return super().start(dataclasses.replace(start, max_gamma=1))
+    def initialise(self, origin):
+        return super().initialise(dataclasses.replace(origin, max_gamma=1))
 
 
 KIND = OneHead()

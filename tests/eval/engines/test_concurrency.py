@@ -6,7 +6,7 @@ import pytest
 
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
-from eval.engines.load import load_point, load_rounds, timed_round
+from eval.engines.concurrency import concurrent_rounds, load_point, timed_round
 from eval.engines.vllm import VllmServer
 from eval.prompts import Prompt
 from eval.reporting.fields import Report
@@ -16,10 +16,10 @@ DECODING = Decoding(Sampling(), frozenset(), 20)
 
 
 def test_every_round_has_other_prompts_and_all_are_asked():
-    rounds = load_rounds(PROMPTS, 1)  # a prefix cache would make repeated prompts cheaper
+    rounds = concurrent_rounds(PROMPTS, 1)  # a prefix cache would make repeated prompts cheaper
     asked = [prompt.id for timed in rounds for prompt in timed.prompts]
     assert asked == [prompt.id for prompt in PROMPTS]
-    rounds = load_rounds(PROMPTS, 4)
+    rounds = concurrent_rounds(PROMPTS, 4)
     assert [len(timed.prompts) for timed in rounds] == [8] * 4
     first, second, *_ = ([prompt.id for prompt in timed.prompts] for timed in rounds)
     assert first == list("01234567")
@@ -31,7 +31,7 @@ def test_so_many_requests_are_in_flight_and_counted(fake):
     for load in (1, 4):
         plain, drafting = fake(1, delay=0.02), fake(3, delay=0.02)
         clients = [VllmServer(server.url, 5.0, connections=4) for server in (plain, drafting)]
-        rounds = load_rounds(PROMPTS, load)
+        rounds = concurrent_rounds(PROMPTS, load)
         points[load] = load_point(
             load, [tuple(timed_round(c, asked, DECODING) for c in clients) for asked in rounds]
         )
