@@ -175,7 +175,7 @@ def _engines(pair: Comparison) -> Iterator[EngineVerdict]:
     sizes = f"config vocab_size {pair.target.vocab_size} and {pair.draft.vocab_size}"
     if pair.target.vocab_size == pair.draft.vocab_size:
         works: Works = "no" if pair.differing else "yes"
-        blind = f"{sizes}: only sizes are compared, so hardly a token would be accepted"
+        blind = f"{sizes}: the engine compares only sizes, so few tokens would be accepted"
         yield EngineVerdict("transformers", works, blind if pair.differing else "assistant_model")
         yield EngineVerdict("vLLM", works, blind if pair.differing else "method draft_model")
     else:
@@ -187,7 +187,9 @@ def _engines(pair: Comparison) -> Iterator[EngineVerdict]:
                 "output has another distribution than the target's (seen in 5.23)",
             )
         else:
-            padding = "refused, though only padding differs; a run exports it at one size"
+            padding = (
+                "refused, though only padding differs; a run exports drafts of the target's size"
+            )
             yield EngineVerdict("transformers", "no", f"{sizes}: {padding}")
         heterogeneous = "needs use_heterogeneous_vocab, and then drafts greedily"
         yield EngineVerdict("vLLM", "yes", f"{sizes}: {heterogeneous}")
@@ -202,7 +204,7 @@ def _llama_cpp_refusal(pair: Comparison) -> str | None:
     if abs(sizes[0] - sizes[1]) > 128:
         return f"vocabularies of {sizes[0]} and {sizes[1]}: more than 128 apart"
     if [pair.target.prefix, pair.target.suffix] != [pair.draft.prefix, pair.draft.suffix]:
-        return "they put other tokens before or behind a text"
+        return "the tokenizers add other tokens before or after a text"
     for i in range(5, min(sizes)):
         # in a GGUF file an entry without a token is named by its id; kinds are not compared
         names = {token[1] if (token := side.token(i)) else b"[PAD%d]" % i for side in pair.both}
@@ -246,7 +248,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--draft", required=True, metavar="D", help=spec)
     parser.add_argument("--corpus", metavar="FILE", help="text or .jsonl to weigh the tokens with")
     parser.add_argument(
-        "--weights", action="store_true", help="load the models, too, and try them on a text"
+        "--weights", action="store_true", help="also load the models and run them on a text"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args(argv)
@@ -267,8 +269,8 @@ def print_verdict(verdict: Verdict) -> None:
         "target": verdict.target,
         "draft": verdict.draft,
         "relation": verdict.relation,
-        "lossless strategy": verdict.strategy or "none as they are",
-        "when it is trained": verdict.tuned_strategy or "none",
+        "mapping, unchanged draft": verdict.strategy or "none",
+        "mapping, trained draft": verdict.tuned_strategy or "none",
         "target's tokens that the draft has": f"{verdict.coverage:.1%}",
     }
     lines |= {engine.engine: f"{engine.works} ({engine.why})" for engine in verdict.engines}

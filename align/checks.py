@@ -99,7 +99,9 @@ class Comparison:
         return "intersection" if shared else "disjoint"
 
     def coverage(self, texts: Sequence[str]) -> float:
-        """Share of the texts' target tokens that the draft has; of all tokens without texts."""
+        """Share of the tokens in the texts that the draft has, too. Without texts: of all tokens of
+        the target.
+        """
         target, draft = self.both
         # verbose: transformers would warn of texts longer than its model_max_length
         encoded = target.tokenizer(list(texts), add_special_tokens=False, verbose=False)
@@ -120,9 +122,9 @@ def find(pair: Comparison, strategy: str | None) -> Iterator[Finding]:
         yield Finding(
             "TOK-012",
             "warning",
-            f"The head of {pair.draft.spec} has {addition}. Neither the loss nor new or "
-            "trimmed entries take it over.",
-            "measure the draft as it is (eval.run), or name another draft to train",
+            f"The head of {pair.draft.spec} has {addition}. Training, new entries and trimmed "
+            "entries do not support it.",
+            "measure the unchanged draft (eval.run), or name another draft to train",
         )
     if names := [*differences(pair)]:
         yield Finding(
@@ -140,7 +142,7 @@ def _ids(pair: Comparison, strategy: str | None) -> Iterator[Finding]:
             "TOK-001",
             "fatal",
             f"{len(target.used)} and {len(draft.used)} tokens have no text token in common.",
-            "name a draft that writes the same characters, or none: the target is pruned then",
+            "name a draft with tokens for the same characters, or omit draft to prune the target",
         )
     elif differing:
         i = differing[0]
@@ -170,7 +172,7 @@ def _entries(side: Vocabulary) -> Iterator[Finding]:
             yield Finding(
                 "TOK-006",
                 "error",
-                f"{side.spec} names a {name} that its vocabulary does not hold.",
+                f"{side.spec} names a {name} that its vocabulary does not have.",
                 f"correct {name} in tokenizer_config.json",
             )
 
@@ -238,9 +240,9 @@ def differences(pair: Comparison) -> Iterator[str]:
         if target.special_ids[name] != draft.special_ids[name]:
             yield name
     if target.bytes_of(target.prefix) != draft.bytes_of(draft.prefix):
-        yield "what is put before a text"
+        yield "tokens before a text"
     if {*map(target.token, target.all_stops)} != {*map(draft.token, draft.all_stops)}:
-        yield "stops"
+        yield "stop tokens"
     if target.chat_template != draft.chat_template:
         yield "chat template"
     if pair.relation in ("identical", "padded", "permuted"):  # others split texts differently
@@ -273,7 +275,7 @@ def find_by_weights(target: Vocabulary, draft: Vocabulary, strategy: str) -> Ite
                 "TOK-016",
                 "warning",
                 f"{side.spec} gives {mass:.1%} of its probability to ids without a token.",
-                "zero rows do that: set them to a row that is never likely",
+                "set their rows in the head, often zeros, to a row that is never likely",
                 sorted(unused, key=lambda i: -p[i])[:5],
             )
         if retokenizer and side is draft:

@@ -59,8 +59,8 @@ def join_processes(on_cpu: bool, timeout: float) -> int:
         )
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("true", "1"):
         raise ProcessError(
-            "DeepSpeed was launched, but its checkpoints are not read here; launch with "
-            "--config_file recipes/accelerate/fsdp2.yaml (FSDP2), because it shards as much."
+            "DeepSpeed was launched, but its checkpoints cannot be read here; launch "
+            "FSDP2 instead (--config_file recipes/accelerate/fsdp2.yaml)."
         )
     state = PartialState(cpu=on_cpu, timeout=datetime.timedelta(seconds=timeout))
     if state.num_processes != world_size:

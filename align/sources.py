@@ -263,7 +263,7 @@ def _refuse_incomplete(spec: str, loaded: dict[str, Any]) -> None:
         )
     unread = sorted(loaded["unexpected_keys"])
     if scales := [name for name in unread if name.endswith(_SCALES)]:
-        raise _quantised(spec, f"scales that its config does not explain, {_some(scales)}")
+        raise _quantised(spec, f"it has {_some(scales)}")
 
 
 # --- specs of files in wheels
@@ -545,16 +545,16 @@ def refuse_quantised(spec: str, folder: Path) -> None:
     for key in ("quantization_config", "compression_config", "quantization"):
         if declared := config.get(key):
             method = declared.get("quant_method") if isinstance(declared, dict) else declared
-            raise _quantised(spec, method or f"what {key} in config.json says")
+            raise _quantised(spec, method or f"{key} in config.json")
     if (folder / "hf_quant_config.json").is_file():
-        raise _quantised(spec, "what hf_quant_config.json says")
+        raise _quantised(spec, "it has hf_quant_config.json")
 
 
 def _quantised(spec: str, method: str) -> SourceError:
     return SourceError(
         f"{spec!r} has quantised weights ({method}), and only engines can compute these. Serve it "
         "and set answers: server, measure it with eval.run --engine vllm, or name the unquantised "
-        "checkpoint, or a GGUF file of it."
+        "checkpoint or a GGUF file."
     )
 
 

@@ -3,9 +3,8 @@
     python -m align.to_gguf outputs/code/draft draft.gguf --kind q8_0
 
 Supported families: Llama, Mistral, Qwen2 and Qwen3 with byte-level tokenizers. The `gguf` package
-has names, quantisation and layout. This file adds the same as llama.cpp's own converter: the order
-of Llama's query and key rows, the rotary factors of Llama 3, and llama.cpp's name of the
-tokenizer's splitting rule.
+has names, quantisation and layout. As llama.cpp's own converter does, this file reorders Llama's
+query and key rows, writes Llama 3's rotary factors, and names the tokenizer's splitting rule.
 """
 
 from __future__ import annotations

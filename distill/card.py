@@ -212,7 +212,7 @@ def derived_licence(specs: list[str]) -> tuple[str | None, str]:
     """
     stated = {short_name(spec): _stated_licence(spec) for spec in dict.fromkeys(specs)}
     if unknown := [name for name, licence in stated.items() if licence is None]:
-        return None, f"no licence stands with {' or '.join(unknown)}"
+        return None, f"no licence is stated by {' or '.join(unknown)}"
     if len(set(stated.values())) > 1:
         listed = ", ".join(f"{name}: {licence}" for name, licence in stated.items())
         return None, f"the licences differ ({listed})"

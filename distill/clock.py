@@ -1,6 +1,6 @@
 """The time of a run: one clock for all stages, stored in the run's folder.
 
-In a run with `minutes` the target answers prompts until a third of the minutes is over, and the
+In a run with `minutes` the target generates outputs until a third of the minutes is over, and the
 draft is trained until two thirds are over. The evaluation uses the remaining time. A resumed run
 also counts the time before its interruption.
 """
@@ -26,7 +26,7 @@ from distill.teacher.store import Answers
 CLOCK = "clock.json"
 ANSWERED, TRAINED, EVALUATED = 1 / 3, 2 / 3, 1.0  # shares of `minutes` at which a stage ends
 SAVING = 0.02  # share of `minutes` that training leaves for saving and export
-SAFETY = 0.9  # share of the time left that a round of answers fills, at the last round's speed
+SAFETY = 0.9  # share of the time left that a round of outputs fills, at the last round's speed
 KEPT_EVERY = 20.0  # seconds between two writes of the time
 
 
@@ -125,17 +125,17 @@ class TrainingClock(TrainerCallback):
 def answers_in_time(
     clock: Clock, total: int, lacking: list[int], batch: int, answer: Callable[[int], Answers]
 ) -> Answers:
-    """The answers to the first prompts. The run's time limits their number.
+    """The target's outputs for the first prompts. The run's time limits their number.
 
-    total: number of prompts. lacking: the indices of prompts without a cached answer, ascending.
-    batch: prompts that are answered at once. answer: returns the answers to the first n prompts.
-    The speed of a round determines the size of the next round. The first round is small, because a
-    whole batch may take longer than the time for all answers.
+    total: number of prompts. lacking: the indices of prompts without a cached output, ascending.
+    batch: prompts in a batch. answer: returns the outputs for the first n prompts. The speed of a
+    round determines the size of the next round. The first round is small, because a whole batch may
+    take longer than the time for all outputs.
     """
     first = max(1, batch // 8)
     made, new = 0, min(first, len(lacking))
     if new and from_first(clock.left(ANSWERED) <= 0 and lacking[0] >= batch):
-        new = 0  # a resumed run has enough answers
+        new = 0  # a resumed run has enough outputs
     while True:
         made += new
         began = clock.seconds()
@@ -146,6 +146,8 @@ def answers_in_time(
         more = int(SAFETY * left * new / took)
         if more < max(1, first // 2):
             if made == first and left < 0:
-                print(f"{made} answers took more than a third of the minutes; give more minutes.")
+                print(
+                    f"Warning: {made} outputs took more than a third of the minutes; raise minutes."
+                )
             return answers
         new = min(more, len(lacking) - made)

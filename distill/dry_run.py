@@ -33,7 +33,7 @@ DEPTHS = range(1, 5)  # layers of a pruned draft that are tried
 REPEATS = 5  # how often each step is timed
 TRAINED_BYTES = 16  # a trained parameter in fp32: weight, gradient, two moments of AdamW
 BESIDE = 1.3  # factor on the sum: activations, logits, what an allocator cannot use
-RUNTIME = 2**30  # bytes that a process, or a GPU's context, takes by itself
+RUNTIME = 2**30  # bytes that a process, or a GPU's context, takes without a model
 
 
 def dry_run(recipe: Recipe) -> int:
@@ -51,7 +51,7 @@ def dry_run(recipe: Recipe) -> int:
     print_memory(recipe, longest, len(asked), answers_here=answering.by == "local")
     answering.check()
     if recipe.answers == "server":
-        print(f"the server at {recipe.answer_url} fits this recipe")
+        print(f"server: {recipe.answer_url} serves the target of this recipe")
         return 0
     if (untimed := why_not_timed(recipe)) is not None:
         print(f"what a draft can gain: not measured, {untimed}")
@@ -82,7 +82,10 @@ def print_gain(recipe: Recipe, pair: Pair, prompts: list[list[int]], target: Tar
         print(f"{name:>10}  {c:>6.3f}  {shown:>26}  {ceiling:>12.2f}x")
         ceilings.append(ceiling)
     if max(ceilings) <= 1:
-        print("error: no draft can gain anything here; use a smaller one.", file=sys.stderr)
+        print(
+            "error: even a perfect draft would be slower than the target alone; use a smaller one.",
+            file=sys.stderr,
+        )
         return 1
     return 0
 
@@ -90,7 +93,8 @@ def print_gain(recipe: Recipe, pair: Pair, prompts: list[list[int]], target: Tar
 def print_memory(recipe: Recipe, longest: int, answers: int, answers_here: bool) -> None:
     """Print the needs of the stage with most memory, and what this machine has.
 
-    longest: tokens of the longest prompt. answers: their number. answers_here: by our decoder.
+    longest: tokens of the longest prompt. answers: number of outputs to train on. answers_here:
+    whether the reference decoder generates them.
     """
     target = load_config(recipe.target).get_text_config()
     size = getattr(torch, recipe.dtype).itemsize
@@ -128,7 +132,7 @@ def parameters(config: PreTrainedConfig) -> int:
 
 
 def print_example(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Print a prompt as the target reads it, and where the response begins.
+    """Print a prompt as the target reads it, and where the output begins.
 
     The acceptance rate is low if served prompts have another form than the training prompts, and
     only this output shows the form.
@@ -137,7 +141,7 @@ def print_example(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
     if (more := len(text) - 2 * EXAMPLE) > 0:
         text = f"{text[:EXAMPLE]} [… {more} characters …] {text[-EXAMPLE:]}"
     print(f"the first training prompt as the target reads it, {len(ids)} tokens:")
-    print(textwrap.indent(f"{text}[the answer begins here]", "    ", lambda line: True))
+    print(textwrap.indent(f"{text}[the output begins here]", "    ", lambda line: True))
 
 
 def why_not_timed(recipe: Recipe) -> str | None:
@@ -147,5 +151,5 @@ def why_not_timed(recipe: Recipe) -> str | None:
             return f"the weights of {spec} are not on this machine (`hf download {spec}`)"
     on_gpu = not recipe.training.get("use_cpu", False)
     if on_gpu and recipe.training.get("bf16", True) and not torch.cuda.is_available():
-        return "the recipe trains on a GPU and there is none here (or add --use_cpu true)"
+        return "the recipe trains on a GPU, but none is visible (for a CPU add --use_cpu true)"
     return None

@@ -39,7 +39,7 @@ def evaluate(
 ) -> Report | None:
     """Write and return the report (`report/`), with `provenance.json` and the draft's model card.
 
-    load: returns the target. If a server answers, the report compares `speculative_url` with
+    load: returns the target. With `answers: server` the report compares `speculative_url` with
     `answer_url`; without `speculative_url` the result is None. Raises ServerError for a server that
     cannot be measured. If a server fails midway, the report of the measured prompts is written.
     """
@@ -58,8 +58,8 @@ def evaluate(
     broken_off = [m.reason for m in report.last[1].missing if m.field == "prompts"]
     if broken_off:
         raise ServerError(
-            f"measured in part only, {broken_off[0]} The report has these prompts; run the same "
-            "command again to measure all."
+            f"only a part was measured, {broken_off[0]} The report has these prompts; the same "
+            "command measures all."
         )
     return report
 
@@ -114,7 +114,9 @@ def _measured_served(recipe: Recipe, prompts: Prompts, made_by: dict[str, Any]) 
         f"    {command}\n\nand run the same command again"
     )
     if recipe.speculative_url is None:
-        print(f"\nThe draft is made, and not measured. {advice} with --speculative_url http://….")
+        print(
+            f"\nThe draft is complete, but not measured. {advice} with --speculative_url http://…."
+        )
         return None
     assert recipe.answer_url is not None
     try:

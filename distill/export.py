@@ -29,7 +29,7 @@ from eval.decoding.weights import linear
 FULL_FORM = "full_form.json"  # in compact/: how far the two checkpoints agree
 SUPPRESSION = (0.0, 5.0, 10.0, 20.0, 40.0, 80.0)  # subtracted from logits, tried in order
 CALIBRATION_TOKENS = 8_000  # half to fit the suppression, half to check it
-# Most probability of trimmed tokens. It is measured on training answers; on new text the trimmed
+# Most probability of trimmed tokens. It is measured on training outputs; on new text the trimmed
 # tokens have many times more (docs/lab-notes.md).
 DROPPED_MASS = 1e-4
 
@@ -106,9 +106,9 @@ def full_vocabulary(
             break
     else:
         warnings.warn(
-            f"The full-vocabulary checkpoint makes another greedy choice than the trimmed one on "
-            f"{1 - kept:.1%} of positions, and gives {mass:.2%} of its probability to trimmed "
-            "tokens; its acceptance rate is lower by that much.",
+            "The full-vocabulary checkpoint may have a lower acceptance rate than the trimmed one: "
+            f"their greedy tokens differ at {1 - kept:.1%} of positions, and trimmed tokens have "
+            f"{mass:.2%} of the probability.",
             stacklevel=2,
         )
     head = torch.empty_like(full_head, dtype=trained_head.dtype)

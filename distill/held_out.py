@@ -1,9 +1,9 @@
 """The acceptance rate on held-out prompts during training, and when it is measured.
 
-Some training prompts and their near-duplicates are never trained on. The target answers them like
-the others. The draft is measured on these answers, teacher-forced: before the first step and at
-shares of the training (MEASURED_AT). The trainer keeps the weights with the highest
-`Measurement.draft_acceptance_rate`, and may stop early.
+Some training prompts and their near-duplicates are never trained on. The draft is measured on the
+target's outputs for them, teacher-forced: before the first step and at shares of the training
+(MEASURED_AT). The trainer keeps the weights with the highest `Measurement.draft_acceptance_rate`,
+and may stop early.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from eval.measuring.intervals import share
 from eval.prompts import PromptSet
 from eval.reporting.fields import HeldOutCurve, HeldOutPoint
 
-FIRST_INDEX = 2**30  # index of the first held-out answer: no two answers of a run share one
+FIRST_INDEX = 2**30  # index of the first held-out output: no two outputs of a run share one
 METRIC = "draft_acceptance_rate"  # its name in the trainer
 MEASUREMENTS = "held_out/measurements.json"  # in a run's folder
 MEASURED_AT = (0, 1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1)
@@ -93,7 +93,7 @@ class HeldOut(TrainerCallback):
         answers: Iterable[CachedAnswer],
         clock: TrainingClock | None = None,
     ) -> None:
-        """folder: the run's. trained: the rows that are trained on. answers: the held-out ones."""
+        """folder: the run's. trained: the training rows. answers: the held-out outputs."""
         self.folder = folder
         self.batch = config.train_batch_size * config.gradient_accumulation_steps
         self.batch *= config.world_size
@@ -155,7 +155,8 @@ class HeldOut(TrainerCallback):
             lacking = sum(latest.lacking) / sum(latest.positions)
             if lacking > 5e-4:
                 line += f" (up to {lacking:.3f} more: not all tokens are cached)"
-            tqdm.write(line + (", the best so far" if better else ""), file=sys.stdout)
+            best = best_of(self.measurements) is latest  # `better` ignores the base draft
+            tqdm.write(line + (", the best so far" if best else ""), file=sys.stdout)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if best := best_of(self.measurements):

@@ -85,7 +85,7 @@ def check_models(recipe: Recipe) -> Pair:
         raise ValueError(
             f"device_map is auto, but {processes} processes were started, each of which would put "
             "the whole target on the same GPUs; start one (accelerate launch --num_processes 1), "
-            "or let a server answer (answers: server)."
+            "or use a server (answers: server)."
         )
     target = read_vocabulary(recipe.target)
     draft = target if recipe.sibling is None else read_vocabulary(recipe.sibling)
@@ -98,7 +98,7 @@ def check_models(recipe: Recipe) -> Pair:
             refuse_undecodable(load_config(spec))
     verdict = compare(target, draft)
     strategy = choose_strategy(verdict, recipe.strategy, tuned=True)
-    print(f"vocabulary: {verdict.relation}, strategy {strategy}")
+    print(f"vocabulary: relation {verdict.relation}, mapping {strategy}")
     vocab_map = build_map(target, draft) if strategy in ("remap", "transplant") else None
     mask = mask_token(target) if recipe.kind.added_modules else None
     if recipe.cache_top_k > target.vocab_size:
@@ -125,23 +125,26 @@ def with_published_kind(recipe: Recipe) -> Recipe:
     if recipe.draft is None:
         return recipe
     folder = resolve_checkpoint(recipe.draft, weights=False)
-    form = published_format(folder)
-    if form is None:
+    published = published_format(folder)
+    if published is None:
         if not recipe.kind.language_model:
             raise ValueError(
                 f"drafter is {recipe.kind_name!r}, but draft {recipe.draft!r} is of another kind; "
                 "name a draft of this kind, or leave drafter out."
             )
         return recipe
-    rows = form.head_size(read_json(folder / "config.json"))
+    entries = published.head_size(read_json(folder / "config.json"))
     text = load_config(recipe.target).get_text_config()
-    if recipe.drafter not in (None, form.name):
+    if recipe.drafter not in (None, published.name):
         raise ValueError(
-            f"drafter is {recipe.drafter!r}, but draft {recipe.draft!r} is of kind {form.name!r}; "
-            "leave drafter out."
+            f"drafter is {recipe.drafter!r}, but draft {recipe.draft!r} is of kind "
+            f"{published.name!r}; leave drafter out."
         )
-    form.check_config(folder, text)
-    keys = {"drafter": form.name, "draft_vocab_size": None if rows == text.vocab_size else rows}
+    published.check_config(folder, text)
+    keys = {
+        "drafter": published.name,
+        "draft_vocab_size": None if entries == text.vocab_size else entries,
+    }
     return build_recipe(recipe.values() | keys)
 
 
@@ -170,7 +173,7 @@ def forced_tokens(target: Vocabulary) -> set[int]:
 def target_loader(recipe: Recipe, prompts: Prompts) -> functools._lru_cache_wrapper[Target]:
     """A function that loads the target at its first call. Its `cache_clear` frees the target.
 
-    The target's context is long enough for every prompt with its response. Raises ValueError if
+    The target's context is long enough for every prompt with its output. Raises ValueError if
     the draft's context is shorter.
     """
     dtype, device = getattr(torch, recipe.dtype), target_device(recipe)
@@ -182,7 +185,7 @@ def target_loader(recipe: Recipe, prompts: Prompts) -> functools._lru_cache_wrap
         if reads < needed:
             raise ValueError(
                 f"draft {recipe.draft!r} reads {reads} positions, but the longest prompt and its "
-                f"response take {needed}; lower max_prompt_length, "
+                f"output take {needed}; lower max_prompt_length, "
                 "max_new_tokens or answer_max_new_tokens, or name another draft."
             )
     return functools.cache(lambda: load_target(recipe.target, dtype, device, needed))

@@ -45,8 +45,8 @@ def prepare_draft(
     shape = f"{recipe.num_draft_layers} layers" if recipe.kind.language_model else recipe.kind_name
     if recipe.draft_vocab_size is not None:
         lost = read_json(folder / PREPARED)["lost_mass"]
-        shape += f", trimmed head loses {lost:.2%} of the target's probability"
-    print(f"draft: {shape}")
+        shape += f", trimmed tokens have {lost:.2%} of the target's probability"
+    print(f"base draft: {shape}")
     return read_prepared(recipe, pair)
 
 
@@ -75,7 +75,7 @@ def _initialised(
     token_ids: Tensor | None,
     answers: Answers | None,
 ) -> Draft:
-    """The kind's base draft, fitted to the first answers; without answers it is not fitted."""
+    """The kind's base draft, fitted to the first outputs; without outputs it is not fitted."""
     return recipe.kind.initialise(
         Origin(
             target,
@@ -109,9 +109,9 @@ def _sibling(recipe: Recipe, pair: Pair) -> Draft:
 
 
 def untrained_drafter(recipe: Recipe, pair: Pair, target: Target) -> Drafter:
-    """A drafter of the recipe's kind and shape, to time a step before there are answers.
+    """A drafter of the recipe's kind and shape, to time a step before there are outputs.
 
-    Its trimmed head keeps the first vocabulary entries, because choosing entries needs answers.
+    Its trimmed head keeps the first vocabulary entries, because choosing entries needs outputs.
     """
     if recipe.sibling is not None and not recipe.kind.added_modules:
         return load_drafter(pair.draft.spec, target, pair.strategy)
@@ -132,9 +132,9 @@ def untrained_drafter(recipe: Recipe, pair: Pair, target: Target) -> Drafter:
 def print_coverage(pair: Pair, answers: Iterable[CachedAnswer]) -> None:
     """Print the share of the target's probability that each trimmed vocabulary would lose."""
     mass = domain_mass(answers, pair.vocab_size)
-    print("draft_vocab_size  lost mass")
+    print("draft_vocab_size  lost probability")
     for size, lost in coverage_curve(mass, forced_tokens(pair.target)):
-        print(f"{size:>16}  {lost:.3%}")
+        print(f"{size:>16}  {lost:>16.3%}")
 
 
 def domain_mass(answers: Iterable[CachedAnswer], vocab_size: int) -> Tensor:
@@ -147,7 +147,7 @@ def domain_mass(answers: Iterable[CachedAnswer], vocab_size: int) -> Tensor:
 
 
 def until(answers: Iterable[CachedAnswer], tokens: int) -> Iterator[CachedAnswer]:
-    """The first answers, until their responses have `tokens` tokens in total."""
+    """The first outputs, until they have `tokens` tokens in total."""
     for answer in answers:
         if tokens <= 0:
             return

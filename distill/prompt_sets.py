@@ -65,9 +65,9 @@ class Prompts:
 def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
     """The prompts of a recipe, rendered to the target's ids. All processes must call it.
 
-    They come from the run's folder if `keep_prompts` has written them, because a draft is evaluated
-    on the prompts that its training prompts were compared with; else from their sources. Raises
-    PromptError, SourceError.
+    If `keep_prompts` has written them, they are read from the run's folder, because a draft must be
+    evaluated on the prompts with which its training prompts were compared. Otherwise they are read
+    from their sources. Raises PromptError, SourceError.
     """
     if not recipe.dry_run and from_first((recipe.folder / PROMPTS).is_dir()):
         sets = _kept(recipe)
@@ -90,8 +90,8 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
     groups = len({(prompt.group, prompt.group or prompt.id) for prompt in timed})
     if groups < FEWEST_CLUSTERS:
         print(
-            f"Warning: {groups} groups of prompts are timed, and an interval needs "
-            f"{FEWEST_CLUSTERS}: give more (max_eval_prompts, speed_prompts), of more groups."
+            f"Warning: prompts of {groups} groups are timed, but an interval needs "
+            f"{FEWEST_CLUSTERS}; raise max_eval_prompts and speed_prompts, or give more groups."
         )
     return sets
 
@@ -102,7 +102,7 @@ def _kept(recipe: Recipe) -> Prompts:
     Their ids are stored as well, because a chat template may render the date.
     """
     folder = recipe.folder / PROMPTS
-    print(f"prompts: those in {folder}, with which the run began")
+    print(f"prompts: read from {folder}, because a run keeps its prompts")
     ids = read_json(folder / IDS)
 
     def part(name: str, source: str) -> PromptSet:
@@ -221,18 +221,18 @@ def _held_out(
     if count < HELD_OUT_FEWEST:
         if recipe.held_out_prompts:
             enough = HELD_OUT_PART * HELD_OUT_FEWEST
-            print(f"prompts: none held out, {enough} to train on would be enough")
+            print(f"prompts: none held out, because this needs {enough} training prompts")
         return others.first(0), others
     held_out, trained = hold_out(remaining, count)
     alike = len(remaining) - len(held_out) - len(trained)
     if len(held_out) < HELD_OUT_FEWEST or len(trained) < len(remaining) / 2:
         print(
-            f"prompts: none held out, because of {len(remaining)} only {len(held_out)} could be, "
-            f"and {alike} nearly repeat those (is there a template that all share?)"
+            f"prompts: none held out, because {alike} of {len(remaining)} are near-duplicates of "
+            f"{len(held_out)} others; put text that all share into a system message"
         )
         return others.first(0), others
     if alike:
-        print(f"prompts: {alike} dropped because they nearly repeat a held-out prompt")
+        print(f"prompts: {alike} dropped as near-duplicates of held-out prompts")
     return others.of_ids({p.id for p in held_out}), others.of_ids({p.id for p in trained})
 
 

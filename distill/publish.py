@@ -103,7 +103,7 @@ def unmet_conditions(
 ) -> list[str]:
     """The unmet conditions of a publication, each with its remedy.
 
-    weights: the hashes of the draft's weights. source: of the licence, or why it is unknown.
+    weights: the hashes of the draft's weights. source: the licence's source, or why it is unknown.
     """
     unmet = []
     again = f"measure it again: python -m eval.run --run {run.name}"
@@ -237,7 +237,7 @@ def push_folder(folder: Path, repo_id: str, public: bool) -> str:
         if token := get_token():  # a server may repeat it
             text = text.replace(token, "***")
         raise PublishError(
-            f"the Hub did not take {repo_id} ({text}). Nothing of it is visible there yet; run the "
+            f"the upload of {repo_id} failed ({text}). None of its files is visible yet; run the "
             "same command again to resume, or publish with --to FOLDER"
         ) from None
     return str(address)
@@ -249,7 +249,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("run", type=Path, metavar="DIR", help="the output folder of a finished run")
-    add("--to", type=Path, metavar="FOLDER", help="copy it to this new folder")
+    add("--to", type=Path, metavar="FOLDER", help="copy the draft to this new folder")
     add(
         "--report",
         dest="reports",
@@ -259,8 +259,8 @@ def main(argv: list[str] | None = None) -> None:
         metavar="PATH",
         help="a report of the same weights for the card, or its folder; repeatable",
     )
-    add("--push_to_hub", metavar="ORG/NAME", help="upload it to the Hub, private")
-    add("--public", action="store_true", help="visible to all on the Hub")
+    add("--push_to_hub", metavar="ORG/NAME", help="upload the draft to the Hub, private")
+    add("--public", action="store_true", help="make the repository public")
     add("--license", dest="licence", metavar="ID", help="default: that of target and draft")
     add("--force", action="store_true", help="publish although a condition is not met")
     args = parser.parse_args(argv)

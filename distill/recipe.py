@@ -61,55 +61,55 @@ class Recipe:
 
     target: Text = _key("model to speed up: Hub id, folder, GGUF file or pypi: file")
     train_prompts: Text = _key("training prompts: Hub data set, pypi: file, .jsonl or embedded:…")
-    eval_prompts: Text = _key("prompts to evaluate on; near-duplicates are never trained on")
-    name: Text = _key("name of run and output folder; a file without it gives its own name", "run")
-    domain: Text = _key("what the draft is for, in words, for the model card", "general")
-    target_hub_id: HubId | None = _key("ORG/NAME for the model card, of a target in a file", None)
-    draft: Text | None = _key("a sibling to tune, or heads that others trained", None)
-    drafter: Text | None = _key("kind of draft; null: pruned, or sibling if draft is named", None)
-    output_dir: Text | None = _key("null: outputs/ and the name", None)
-    minutes: Positive | None = _key("time budget of the run; null: the counts decide alone", None)
-    instruction: Text | None = _key("asks an Instruct target, with the prompt at {prompt}", None)
-    chat_template_kwargs: dict[str, Any] | None = _key("for the template; a prompt's own win", None)
-    max_prompt_length: Count | None = _key("most tokens of a prompt; null: the context's", None)
-    long_prompts: LongPrompts = _key("for longer prompts: error, drop or truncate_left", "error")
-    max_train_prompts: Count = _key("most prompts to train on, drawn with the seed", 2000)
-    max_eval_prompts: Count | None = _key("most prompts to evaluate on; null: all", None)
-    strategy: Strategy = _key("vocabulary mapping; auto moves foreign vocabularies over", "auto")
-    num_draft_layers: Count = _key("layers kept of a pruned target", 2)
-    draft_vocab_size: Count | None = _key("vocabulary entries of the draft's head; null: all", None)
-    fit_tokens: Count = _key("response tokens for the least-squares initialisation", 20_000)
+    eval_prompts: Text = _key("evaluation prompts; near-duplicates of them are not trained on")
+    name: Text = _key("name of run and output folder; default: the file's name", "run")
+    domain: Text = _key("what the draft is for, as text for the model card", "general")
+    target_hub_id: HubId | None = _key("the target's ORG/NAME on the Hub, for the model card", None)
+    draft: Text | None = _key("sibling or published draft to train; null: from the target", None)
+    drafter: Text | None = _key("kind of draft; null: sibling if draft is set, else pruned", None)
+    output_dir: Text | None = _key("output folder; null: outputs/NAME", None)
+    minutes: Positive | None = _key("time budget of the run; null: no time limit", None)
+    instruction: Text | None = _key("user message; {prompt} stands for the prompt", None)
+    chat_template_kwargs: dict[str, Any] | None = _key("arguments of the chat template", None)
+    max_prompt_length: Count | None = _key("most tokens of a prompt; null: by the context", None)
+    long_prompts: LongPrompts = _key("longer prompts: error, drop or truncate_left", "error")
+    max_train_prompts: Count = _key("most training prompts; the seed draws them", 2000)
+    max_eval_prompts: Count | None = _key("most evaluation prompts; null: all", None)
+    strategy: Strategy = _key("vocabulary mapping; auto: the one that fits the pair", "auto")
+    num_draft_layers: Count = _key("the target's first layers that a pruned draft keeps", 2)
+    draft_vocab_size: Count | None = _key("entries of the draft's LM head; null: all", None)
+    fit_tokens: Count = _key("output tokens for the least-squares initialisation", 20_000)
     device_map: Literal["auto"] | None = _key("auto: the target's layers over all GPUs", None)
-    answers: Answerer = _key("what generates the responses", "auto")
-    answer_url: Text | None = _key("address of the server that answers, http://HOST:PORT", None)
-    answer_model: Text | None = _key("the target's name there; null: the one model it serves", None)
-    speculative_url: Text | None = _key("server of target and draft; null: do not evaluate", None)
-    answer_temperature: NotNegative = _key("temperature of the target's responses", 0.0)
-    answers_per_prompt: Count = _key("responses to each training prompt", 1)
-    train_on_prompts: bool = _key("the distributions within the prompts are learned, too", False)
-    max_answers: Count | None = _key("most responses in all", None)
-    answer_max_new_tokens: Count = _key("longest response, in tokens", 128)
-    answer_batch_size: Count = _key("prompts answered at once, or in flight to the server", 48)
-    cache_top_k: Count = _key("most likely tokens kept of each distribution", 15)
-    loss: LossName | Literal["auto"] = _key("distill/losses.py; auto goes by temperature", "auto")
-    held_out_prompts: AtLeastNone = _key("prompts to measure on while training; at most a 20th", 32)
-    early_stopping_patience: Count | None = _key("such measurements without a best; null: never", 5)
-    teacher_temperature: UpToOne = _key("the draft learns p ** (1 / this); at most 1", 1.0)
+    answers: Answerer = _key("what generates the target's outputs", "auto")
+    answer_url: Text | None = _key("address of the target's server, http://HOST:PORT", None)
+    answer_model: Text | None = _key("the target's name on its server; null: its only model", None)
+    speculative_url: Text | None = _key("server with target and draft; null: no evaluation", None)
+    answer_temperature: NotNegative = _key("temperature of the outputs to train on", 0.0)
+    answers_per_prompt: Count = _key("outputs for each training prompt", 1)
+    train_on_prompts: bool = _key("also train on the distributions within prompts", False)
+    max_answers: Count | None = _key("most outputs to train on, of all prompts; null: all", None)
+    answer_max_new_tokens: Count = _key("most tokens of an output to train on", 128)
+    answer_batch_size: Count = _key("prompts in a batch, or requests in flight", 48)
+    cache_top_k: Count = _key("likeliest tokens that are cached of each distribution", 15)
+    loss: LossName | Literal["auto"] = _key("distill/losses.py; auto: by temperature", "auto")
+    held_out_prompts: AtLeastNone = _key("held out to choose the best weights; at most 1 in 20", 32)
+    early_stopping_patience: Count | None = _key("measurements without a new best; null: never", 5)
+    teacher_temperature: UpToOne = _key("below 1 sharpens the target: p ** (1 / value)", 1.0)
     activation_checkpointing: bool = _key("recompute activations: slower, far less memory", False)
     use_peft: bool = _key("LoRA on all linear layers but the head; false: full fine-tuning", False)
     lora_r: Count = _key("rank of the adapters", 64)
     lora_alpha: Count = _key("the adapters are scaled by lora_alpha / lora_r", 128)
-    temperature: NotNegative = _key("deployed temperature; 0 is greedy", 0.0)
-    top_k: Count | None = _key("deployed top-k; null keeps every token", None)
-    top_p: UpToOne = _key("deployed top-p; 1 keeps every token", 1.0)
-    max_new_tokens: Count = _key("longest response in the evaluation, in tokens", 128)
-    gamma: Count | None = _key("draft length; null: chosen on prompts that are not evaluated", None)
-    max_gamma: Count = _key("longest draft length tried", 6)
+    temperature: NotNegative = _key("deployed temperature; 0: greedy", 0.0)
+    top_k: Count | None = _key("deployed top-k; null: every token", None)
+    top_p: UpToOne = _key("deployed top-p; 1: every token", 1.0)
+    max_new_tokens: Count = _key("most tokens of an output in the evaluation", 128)
+    gamma: Count | None = _key("draft length; null: chosen on the tuning prompts", None)
+    max_gamma: Count = _key("longest draft length", 6)
     speed_prompts: Count = _key("most evaluation prompts that are timed", 40)
-    tuning_prompts: Count = _key("training prompts set aside for choosing the draft length", 8)
+    tuning_prompts: Count = _key("training prompts set aside to choose the draft length", 8)
     dtype: Literal["bfloat16", "float16", "float32"] = _key("of target and saved draft", "bfloat16")
     dry_run: bool = _key("print what the run needs and a draft can gain, then stop", False)
-    coverage_curve: bool = _key("answer, print what trimmed heads would lose, then stop", False)
+    coverage_curve: bool = _key("print what trimmed heads would lose, then stop", False)
     training: dict[str, Any] = field(default_factory=dict)  # fields of TrainingArguments
 
     @property
@@ -146,7 +146,7 @@ class Recipe:
         return Sampling(self.temperature, self.top_k, self.top_p)
 
     def answer_settings(self, stops: Iterable[int]) -> AnswerSettings:
-        """How the target answers prompts. stops: its stop tokens."""
+        """How the target generates the training outputs. stops: its stop tokens."""
         sampling, longest = Sampling(self.answer_temperature), self.answer_max_new_tokens
         decoding = Decoding(sampling, frozenset(stops), longest, self.seed)
         return AnswerSettings(decoding, self.cache_top_k, self.answer_batch_size)
@@ -355,7 +355,7 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
     yield (
         recipe.answers_per_prompt > 1 and recipe.answer_temperature == 0,
         "answers_per_prompt answer_temperature",
-        "all responses to a prompt would be the same; set a temperature",
+        "all outputs for a prompt would be the same; set a temperature",
     )
     yield (
         recipe.gamma is not None and recipe.gamma > recipe.max_gamma,
@@ -388,7 +388,8 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
     yield (
         recipe.answers in ("vllm", "server") and recipe.train_on_prompts,
         "train_on_prompts answers",
-        "a server gives distributions of responses only; set train_on_prompts to false",
+        "distributions within prompts are not requested from servers; set train_on_prompts to "
+        "false",
     )
     urls = [recipe.answer_url, recipe.answer_model, recipe.speculative_url]
     yield (

@@ -48,8 +48,8 @@ def refuse_another_run(recipe: Recipe) -> None:
     if changed:
         detail = "; ".join(f"{k}: {written.get(k)!r} -> {asked.get(k)!r}" for k in changed)
         raise RecipeError(
-            f"{recipe.folder} holds a run of another recipe ({detail}). Give this one another "
-            "--name; cached answers are used again."
+            f"{recipe.folder} has a run of another recipe ({detail}). Give this run another "
+            "--name; it will use the cached outputs."
         )
 
 

@@ -39,7 +39,7 @@ from distill.trainer import WAIT, distil_draft, training_config
 from eval.measuring.journal import INTERRUPTED
 from eval.reporting.text import print_summary
 
-COVERED = 256  # number of answers from which `coverage_curve` is computed
+COVERED = 256  # number of outputs from which `coverage_curve` is computed
 
 
 def run(recipe: Recipe) -> int:
@@ -63,7 +63,7 @@ def run_stages(recipe: Recipe, clock: Clock) -> int:
     clock.stage("Check the pair, collect prompts")
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
-    load_target = target_loader(recipe, prompts)  # not called if a server answers
+    load_target = target_loader(recipe, prompts)  # not called with `answers: server`
     draft_exists = (recipe.folder / "draft").exists() and not recipe.coverage_curve
     target = None if draft_exists else answering_target(recipe, pair, prompts, load_target)
     if main_process:
@@ -72,7 +72,7 @@ def run_stages(recipe: Recipe, clock: Clock) -> int:
         claim_folder(recipe, pair, prompts)
         clock.keep()
     if target is not None:
-        clock.stage("The target answers the training prompts")
+        clock.stage("Generate the target's outputs")
         with closing(target):
             held_out = target.answers(prompts.held_out.ids)
             answers = answered(recipe, prompts, target, clock)
@@ -84,7 +84,7 @@ def run_stages(recipe: Recipe, clock: Clock) -> int:
             note_used(recipe.folder, pair.target, answers)
         texts = Answers(target.store, answers.names + held_out.names)
         cache_states(texts, pair.layers, load_target)
-        clock.stage("Prepare the draft")
+        clock.stage("Prepare the base draft")
         # the first process prepares; the others wait, then read the result from disk
         with PartialState().main_process_first():
             prepared = prepare_draft(recipe, pair, load_target, answers)
@@ -113,7 +113,7 @@ def run_stages(recipe: Recipe, clock: Clock) -> int:
 
 
 def answered(recipe: Recipe, prompts: Prompts, target: AnsweringTarget, clock: Clock) -> Answers:
-    """The target's answers to the training prompts. Recipe or minutes limit their number."""
+    """The target's outputs for the training prompts. Recipe or minutes limit their number."""
     asked = to_answer(prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers)
     if recipe.coverage_curve:
         asked = asked[:COVERED]
@@ -123,7 +123,7 @@ def answered(recipe: Recipe, prompts: Prompts, target: AnsweringTarget, clock: C
         return target.answers(asked[:count], taught)
 
     noted = recipe.folder / USED
-    if noted.exists():  # a resumed run keeps the answers of its training
+    if noted.exists():  # a resumed run keeps the outputs of its training
         return first(read_json(noted)["count"])
     if recipe.minutes is None:
         return first(len(asked))
@@ -142,7 +142,7 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; run the same command again to go on.", file=sys.stderr)
+        print("interrupted; the same command continues the run.", file=sys.stderr)
         return INTERRUPTED
 
 

@@ -65,8 +65,8 @@ SCORES = 2**26  # bytes of attention scores that a batch on a CPU may keep for i
 NEW_RATES, TRAINED_RATES = (3e-3, 5e-3), (5e-5, 2e-4)
 SLOW_RATE = 1 / 3  # factor on the learning rate of least-squares-initialised weights
 OTHER_LAUNCHES = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")  # accelerate's, refused here
-SEEDS_A_STEP = 2**31 - 1  # more than there are answers, so that no two steps share a seed
-REPEAT = "repeat.yaml"  # in a run's folder: the recipe with the run's answers and steps
+SEEDS_A_STEP = 2**31 - 1  # more than there are outputs, so that no two steps share a seed
+REPEAT = "repeat.yaml"  # in a run's folder: the recipe with the run's numbers of outputs and steps
 COMPLETE = "complete"  # the last file of a checkpoint: its `DraftTrainer.processes`
 WAIT = 7 * 24 * 3600  # seconds of waiting for a process; the launcher notices a dead one
 
@@ -147,7 +147,7 @@ class DraftTrainer(SFTTrainer):
         self.clock = clock
         super().__init__(*args, **kwargs)
         # Trainer decides this before our forward is attached. It would average the means of small
-        # batches, and tokens of short answers would weigh more
+        # batches, and tokens of short outputs would weigh more
         self.model_accepts_loss_kwargs = True
         if self.pop_callback(ProgressCallback):
             self.add_callback(_Progress())
@@ -204,15 +204,15 @@ class DraftTrainer(SFTTrainer):
             draft: Any = self.model
             attention = cpu_attention(draft.config, *inputs["input_ids"].shape)
             draft.config._attn_implementation = attention
-        # an answer's random numbers do not depend on its process
+        # an output's random numbers do not depend on its process
         outputs = model(**inputs, seeds=index + SEEDS_A_STEP * self.state.global_step)
         tokens = len(inputs["positions"])
         if not torch.isfinite(outputs.loss):
             mean = float(outputs.loss.detach()) / tokens
             raise ValueError(
-                f"The loss is {mean} at step {self.state.global_step + 1}, on answers "
+                f"The loss is {mean} at step {self.state.global_step + 1}, on outputs "
                 f"{index.tolist()} of the cache; training stopped without this step. Lower "
-                "learning_rate, or inspect these answers; the last checkpoint is complete."
+                "learning_rate, or inspect these outputs; the last checkpoint is complete."
             )
         count = tokens if num_items_in_batch is None else num_items_in_batch
         loss = outputs.loss / count
@@ -414,7 +414,7 @@ def build_trainer(
 
     An input embedding that is not tied to the head is frozen. After a transplant it has untrained
     entries: then it is trained, and LoRA also trains embedding and head in full. states: see
-    DistillationCollator. held_out: answers to measure on while training. clock: ends the training
+    DistillationCollator. held_out: outputs to measure on while training. clock: ends the training
     of a run with `minutes`.
     """
     model = prepared.model.float()
@@ -479,7 +479,7 @@ def distil_draft(
 ) -> PreTrainedModel | None:
     """The distilled draft in fp32, on the first process; None elsewhere.
 
-    Writes `repeat.yaml`: the recipe without `minutes`, with the same number of answers and steps.
+    Writes `repeat.yaml`: the recipe without `minutes`, with the same number of outputs and steps.
     `adapter/` gets the adapters of LoRA, except for PARD, because its base model has no mask, and
     for a draft transplanted to the target's vocabulary, because its base model is not stored. If
     no measurement after a step is better than the first one (`best_of`), the base draft is kept.
@@ -518,12 +518,12 @@ def distil(
             raise RecipeError(
                 f"{checkpoint} was written by {processes}, and {trainer.processes} cannot resume "
                 "it; launch the same processes, or train under another --name with the cached "
-                "answers."
+                "outputs."
             )
-        print(f"going on from {checkpoint}")
+        print(f"resuming from {checkpoint}")
     print(f"learning rate: {trainer.args.learning_rate:g}")
     if trainer.args.world_size > 1:
-        print(f"training over {trainer.processes}")
+        print(f"training in {trainer.processes}")
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     distilled: Any = trainer.whole_model()
     if not PartialState().is_main_process:

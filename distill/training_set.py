@@ -22,9 +22,9 @@ from distill.teacher.store import CachedAnswer
 
 
 def answer_rows(answers: Iterable[CachedAnswer], first: int = 0) -> Dataset:
-    """One row per answer: index, number of tokens, and number of response tokens.
+    """One row per output: index, number of tokens, and number of response tokens.
 
-    first: the index of the first answer.
+    first: the index of the first output.
     """
     sizes = [(len(a.prompt_ids), len(a.response_ids)) for a in answers]
     return Dataset.from_dict(
@@ -55,9 +55,9 @@ class DistillationCollator:
         head_entries: Tensor | None = None,
         states: Callable[[CachedAnswer], Tensor] | None = None,
     ) -> None:
-        """read: the answer of an index. head_entries: for each target id its entry in the draft's
+        """read: the output of an index. head_entries: for each target id its entry in the draft's
         head [V], or -1; None if entries and ids are equal. states: the target's hidden states at
-        the tokens of an answer but the last [P + R - 1, L, H], for a draft that reads them.
+        the tokens of a text but the last [P + R - 1, L, H], for a draft that reads them.
         """
         self.pad_token_id, self.read, self.head_entries = pad_token_id, read, head_entries
         self.states = states

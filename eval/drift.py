@@ -35,8 +35,8 @@ from eval.reporting.traffic import (
 
 AS_MEASURED, MOVED, BAD_INPUT, INCONCLUSIVE, NO_COUNTERS = range(5)  # exit statuses
 REMEDY = (
-    "Draft and report no longer fit what is served: measure on recent prompts (python -m eval.run "
-    "--run DIR --prompts RECENT --output_dir NEW), then train on their like."
+    "The draft no longer fits the traffic: measure on recent prompts (python -m eval.run --run DIR "
+    "--prompts RECENT --output_dir NEW), then train on such prompts."
 )
 
 
@@ -53,16 +53,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--metrics",
         required=True,
         metavar="URL|FILE",
-        help="a vLLM server, or a file of what its /metrics said",
+        help="address of a vLLM server, or a file with its page /metrics",
     )
     parser.add_argument(
         "--since",
         type=Path,
         metavar="FILE",
-        help="what /metrics said before: only what came since counts. With a URL the file is kept "
-        "up to date, and made where there is none",
+        help="an earlier page /metrics: only later counts are compared. With a URL the file is "
+        "updated, or created",
     )
-    parser.add_argument("--draft", help="of the report; default: tuned, or its last")
+    parser.add_argument(
+        "--draft", help="name of the draft in the report; default: tuned, else the last"
+    )
     return parser.parse_args(argv)
 
 
@@ -132,13 +134,13 @@ def check_traffic(draft: DraftReport, report: Report, source: str, since: Path |
         return MOVED
     if lacking:
         remedy = (
-            "more drafts will not tell, a report of more prompts may (eval.run --speed_prompts)"
+            "more drafts cannot decide this, but a report of more prompts may (--speed_prompts)"
             if lacking == math.inf
             else f"about {lacking:,.0f} more drafts are needed"
         )
         print(
-            f"\ninconclusive ({drafts}): a change of {MARGIN:g} of acceptance is neither shown nor "
-            f"ruled out; {remedy}."
+            f"\ninconclusive ({drafts}): a change of {MARGIN:g} in acceptance is neither shown nor "
+            f"excluded; {remedy}."
         )
         return INCONCLUSIVE
     print(f"\nas measured ({drafts}): no position differs by {MARGIN:g} or more")

@@ -7,7 +7,7 @@ A spec is a Hub data set (`NAME`, `NAME:SPLIT` or `NAME:CONFIG:SPLIT`; the defau
 by prompts of one document or source), `id` or `task_id`. Other fields are ignored, but a row with
 pictures or sound is refused.
 `conversations` (`from` and `value`) and a `prompt` that is a list are messages, too. A last turn of
-the assistant is dropped, because the target generates the response. `instruction` puts a `prompt`
+the assistant is dropped, because the target generates the output. `instruction` puts a `prompt`
 into a user's message. `chat_template_kwargs` (`{"enable_thinking": false}`) are passed to the
 template; a row's value has priority over the recipe's.
 """
@@ -315,7 +315,7 @@ def _message(turn: Any) -> Any:
 
 
 def _asks_once(prompt: Prompt) -> Prompt:
-    """The prompt without a response. Raises ValueError unless it is one `prompt` or `messages`."""
+    """The prompt without an output. Raises ValueError unless it is one `prompt` or `messages`."""
     turns = list(prompt.messages or [])
     first = next((turn.get("content") for turn in turns if turn["role"] == "user"), None)
     if prompt.prompt is not None and prompt.prompt == first:  # UltraChat has the prompt twice
@@ -397,8 +397,8 @@ def _asked(prompt: Prompt, instruction: str) -> Prompt:
         task = split_task(prompt.prompt)
         if task is None:
             raise PromptError(
-                f"Prompt {prompt.id!r} is no Python function with a docstring, but the instruction "
-                f"has {CODE} and {DOCSTRING}; write {PLACE} instead."
+                f"Prompt {prompt.id!r} is not a Python function with a docstring, but the "
+                f"instruction has {CODE} and {DOCSTRING}; write {PLACE} instead."
             )
         parts = dict(zip((CODE, DOCSTRING), task, strict=True))
     elif PLACE not in instruction:
@@ -519,7 +519,7 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def chat_request(prompt: Prompt) -> dict[str, Any]:
     """The fields of a request to OpenAI's chat API; the server renders the messages."""
     request: dict[str, Any] = {"messages": [_as_sent(turn) for turn in prompt.messages or []]}
-    if prompt.tools:  # "none": the template shows the tools, and a call in the response stays text
+    if prompt.tools:  # "none": the template shows the tools, and a call in the output stays text
         request |= {"tools": prompt.tools, "tool_choice": "none"}
     if prompt.chat_template_kwargs:
         request["chat_template_kwargs"] = prompt.chat_template_kwargs

@@ -72,15 +72,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="[NAME=]SPEC, repeatable; SPEC prompt-lookup needs no model",
     )
     add("--prompts", help="Hub data set, pypi: file or .jsonl")
-    add("--instruction", help="how an Instruct target is asked a prompt, which is put at {prompt}")
+    add("--instruction", help="user message; {prompt} stands for the prompt")
     add(
         "--chat_template_kwargs",
         type=_object,
         metavar="JSON",
-        help="for the target's chat template, as {\"enable_thinking\": false}; a prompt's win",
+        help='arguments of the chat template, as {"enable_thinking": false}',
     )
-    add("--max_prompt_length", type=int, help="in tokens; default: what the context leaves")
-    add("--long_prompts", choices=get_args(LongPrompts), default="error", help="of longer ones")
+    add("--max_prompt_length", type=int, help="most tokens of a prompt; default: by the context")
+    add("--long_prompts", choices=get_args(LongPrompts), default="error", help="longer prompts")
     add("--run", type=Path, help="output folder of a training run: the defaults are its settings")
     add("--output_dir", type=Path, default=Path("outputs/eval"), help="with --run: the run's")
     add("--temperature", type=float, default=0.0)
@@ -90,7 +90,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--verification",
         choices=["block", "token"],
         default="block",
-        help="where tokens are sampled: drafts judged as one block, or token by token",
+        help="for sampled tokens: verify a draft as one block, or token by token",
     )
     add("--max_new_tokens", type=int, default=128)
     add(
@@ -98,34 +98,36 @@ def parse(argv: list[str]) -> argparse.Namespace:
         type=_sizes,
         default=[],
         metavar="N",
-        help="draft length; default: chosen on prompts set aside; engine vllm takes several, as "
-        "2,4; with --base_url: the one that its server was started with",
+        help="draft length; default: chosen on prompts that are not evaluated; engine vllm takes "
+        "several, as 2,4; with --base_url: the draft length of the servers",
     )
     add("--max_gamma", type=int, default=6)
-    add("--max_prompts", type=int, help="draw so many of the prompts")
+    add("--max_prompts", type=int, help="most prompts; the seed draws them")
     add("--speed_prompts", type=int, default=40)
-    add("--tuning_prompts", type=int, default=8, help="set aside to choose gamma")
+    add(
+        "--tuning_prompts", type=int, default=8, help="prompts set aside to choose the draft length"
+    )
     add("--engine", choices=["torch", "transformers", "vllm"], default="torch")
     add(
         "--base_url",
         action="append",
         default=[],
         metavar="[NAME=]URL",
-        help="engine vllm: a server that speculates, repeatable; without one they are started here",
+        help="engine vllm: a running server with a draft, repeatable; default: servers start here",
     )
-    add("--baseline_url", help="engine vllm: the same target without a draft")
+    add("--baseline_url", help="engine vllm: a running server of the same target without a draft")
     add(
         "--concurrency",
         type=_sizes,
         default=[],
         metavar="N,N,…",
-        help="engine vllm: measure also with so many requests at a time, as 1,4,8,32",
+        help="engine vllm: also measure with N requests at a time, as 1,4,8,32",
     )
     add(
         "--strategy",
         default="auto",
         choices=["auto", *get_args(Strategy)],
-        help="how vocabularies are bridged (docs/vocabulary.md)",
+        help="vocabulary mapping (docs/vocabulary.md)",
     )
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     add(
@@ -383,7 +385,7 @@ def main(argv: list[str]) -> int:
     print_summary(report)
     print(f"\nReport: {folder / 'report.html'}")
     if failures := report.provenance.get("failures"):
-        print(f"error: measured in part only, {failures}", file=sys.stderr)
+        print(f"error: only a part was measured, {failures}", file=sys.stderr)
         return 2
     return gate(report.last[1], args.fail_under_alpha, args.fail_under_speedup)
 
@@ -396,14 +398,14 @@ def gate(draft: DraftReport, alpha: float | None, speedup: float | None) -> int:
         if floor is None or (measured and measured.ci95 and measured.ci95[0] >= floor):
             continue
         if measured is None:
-            reason = f"{name} was not measured, so it cannot be {floor}"
+            reason = f"{name} was not measured, so it is not shown to be {floor} or more"
         elif measured.ci95 is None:
             reason = (
-                f"{name} rests on {measured.clusters} prompts (documents where they share one), "
-                f"too few for an interval: give {FEWEST_CLUSTERS} at least"
+                f"{name} has no interval, because {measured.clusters} prompts (or groups) are too "
+                f"few; measure at least {FEWEST_CLUSTERS}"
             )
         else:
-            reason = f"lower bound of {name} is {measured.ci95[0]:.3f}, under {floor}"
+            reason = f"the lower bound of {name} is {measured.ci95[0]:.3f}, below {floor}"
         print(f"FAIL: {reason}", file=sys.stderr)
         status = 1
     return status

@@ -110,7 +110,7 @@ def fitted_states(
     target's head reads, at the response positions [N, H] each, in fp32.
     """
     config: Any = target.model.config
-    for text in tqdm(texts, desc="fit head", unit="answer"):
+    for text in tqdm(texts, desc="fit head", unit="output"):
         layers = (num_layers, config.num_hidden_layers)
         early, final = (s.float() for s in read_states(target.decoder, text.text, layers))
         response = slice(len(text.prompt_ids) - 1, None)

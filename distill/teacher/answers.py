@@ -30,8 +30,8 @@ from eval.decoding.loop import seed_of
 from eval.decoding.target import Target, weights_sha256
 from eval.engines.local_vllm import EngineMissing, vllm_python
 
-ANSWERS_PER_SHARD = 64  # a process that is killed loses at most this number of answers
-USED = "answers.json"  # in a run's folder: the store and the answers that it is trained on
+ANSWERS_PER_SHARD = 64  # a process that is killed loses at most this number of outputs
+USED = "answers.json"  # in a run's folder: the store and the outputs that it is trained on
 
 Answerer = Literal["local", "vllm", "server"]
 
@@ -49,16 +49,16 @@ def who_answers(
     if device == "cpu":
         return "local", "the target is on the CPU"
     if taught:
-        return "local", "train_on_prompts asks for distributions that vLLM is not asked for"
+        return "local", "the distributions of train_on_prompts are not requested from vLLM"
     try:
         vllm_python()
     except EngineMissing as error:
         return "local", f"{error}; on a GPU it should be faster (not measured yet)"
-    return "vllm", "on a GPU it should be faster than our own loop (not measured yet)"
+    return "vllm", "on a GPU it should be faster than the reference decoder (not measured yet)"
 
 
 def open_store(settings: AnswerSettings, target: Vocabulary, dtype: str) -> Store:
-    """The store of this target's answers. All processes must call it."""
+    """The store of this target's outputs. All processes must call it."""
     key = {}
     if PartialState().is_main_process:  # it reads all the target's weights
         key = {"target weights": weights_sha256(str(target.folder)), "dtype": dtype}
@@ -66,14 +66,14 @@ def open_store(settings: AnswerSettings, target: Vocabulary, dtype: str) -> Stor
 
 
 def to_answer(prompts: list[list[int]], per_prompt: int, most: int | None) -> list[list[int]]:
-    """The prompts (token ids) of a run's answers: each prompt `per_prompt` times, up to `most`."""
+    """The prompts (token ids) of a run's outputs: each prompt `per_prompt` times, up to `most`."""
     return (prompts * per_prompt)[:most]
 
 
 class AnsweringTarget:
-    """A target that answers prompts, and the store of its answers; every process has one.
+    """A target that generates outputs, and the store of its outputs; every process has one.
 
-    by: the name under which the store counts its answers.
+    by: the name under which the store counts its outputs.
     """
 
     by: Answerer
@@ -82,17 +82,17 @@ class AnsweringTarget:
         self.store, self.settings = store, settings
 
     def check(self) -> None:
-        """Raise an error if the target cannot answer. The first process calls it before a run."""
+        """Raise an error if the target cannot be used. The first process calls it before a run."""
 
     def close(self) -> None:
-        """Release what was started for the answers."""
+        """End the server that was started for the outputs."""
 
     def answers(self, prompts: list[list[int]], taught: bool = False) -> Answers:
-        """The answers to these prompts (token ids), in their order. All processes must call it.
+        """The outputs for these prompts (token ids), in their order. All processes must call it.
 
-        Only answers that the store lacks are generated. An answer's random numbers depend only on
+        Only outputs that the store lacks are generated. An output's random numbers depend only on
         the seed and its name in the store. taught: also store the distributions within the prompts.
-        Raises ValueError if all answers are empty, and ServerError if a server fails; the answers
+        Raises ValueError if all outputs are empty, and ServerError if a server fails; the outputs
         in the store stay.
         """
         if not prompts:
@@ -103,28 +103,27 @@ class AnsweringTarget:
         self.store.wait_for(names)
         answers = Answers(self.store, names)
         lengths = answers.response_lengths
-        if taught:  # their prompts are no part of the responses
+        if taught:  # without the tokens of their prompts
             lengths = [n - len(ids) + 1 for n, ids in zip(lengths, prompts, strict=True)]
         if max(lengths) <= 1:
             raise ValueError(
-                f"All {len(lengths)} answers of the target are empty: it stops at its first "
-                "token, and there is nothing to distil. Check the chat template, and whether the "
-                "prompts should be `messages`."
+                f"All {len(lengths)} outputs of the target are empty: its first token is a stop "
+                "token. Check the chat template, and whether the prompts should be `messages`."
             )
         if PartialState().is_main_process:
             print(
-                f"{len(missing)} of {len(names)} answers made in {time.monotonic() - clock:.0f} s: "
-                f"{sum(lengths)} tokens in {self.store.folder}"
+                f"outputs: {len(missing)} of {len(names)} generated in "
+                f"{time.monotonic() - clock:.0f} s, {sum(lengths)} tokens in {self.store.folder}"
             )
         return answers
 
     def _make(self, missing: Mapping[str, list[int]], taught: bool) -> None:
-        """Store the answers to these prompts by their names. Each process makes its share."""
+        """Store the outputs for these prompts by their names. Each process makes its share."""
         raise NotImplementedError
 
 
 class LocalTarget(AnsweringTarget):
-    """A target in this process. layers: hidden states that are stored with new answers."""
+    """A target in this process. layers: hidden states that are stored with new outputs."""
 
     by = "local"
 
@@ -135,7 +134,7 @@ class LocalTarget(AnsweringTarget):
         load: Callable[[], Target],
         layers: Sequence[int] = (),
     ) -> None:
-        """load: returns the target; called only if an answer is missing."""
+        """load: returns the target; called only if an output is missing."""
         super().__init__(store, settings)
         self.load, self.layers = load, layers
 
@@ -150,13 +149,13 @@ class LocalTarget(AnsweringTarget):
         rows = min(settings.batch_size, len(missing))
         names, prompts = [names[i] for i in share], [prompts[i] for i in share]
         target = self.load()  # before the progress bar begins
-        bar = tokens_bar("target answers", len(share), settings.decoding, not state.is_main_process)
+        bar = tokens_bar("target outputs", len(share), settings.decoding, not state.is_main_process)
         generated = generate_batched(
             target.decoder,
             prompts,
             settings.decoding,
             rows,
-            # `taught` must not change the answer
+            # `taught` must not change the output
             [seed_of(settings.decoding.seed, name.removesuffix(TAUGHT)) for name in names],
             Kept(lambda logits: top_logprobs(logits, settings.top_k), taught, self.layers),
             bar,
@@ -176,7 +175,7 @@ class LocalTarget(AnsweringTarget):
             if self.layers:
                 states[name_of(text)] = {"states": torch.cat(answer.states)}
             if count % ANSWERS_PER_SHARD == 0 or count == len(share):
-                # states first: an answer stored without states needs a second pass for them
+                # states first: an output stored without states needs a second pass for them
                 if self.layers:
                     self.store.of_states(self.layers).append(states, self.by)
                 self.store.append(pending, self.by)
@@ -196,7 +195,7 @@ def top_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def note_used(folder: Path, target: Vocabulary, answers: Answers) -> None:
-    """Write USED: which store and which answers the run is trained on."""
+    """Write USED: which store and which outputs the run is trained on."""
     store, template = answers.store, str(target.chat_template or "")
     used = {
         "store": str(store.folder),

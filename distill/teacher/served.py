@@ -29,7 +29,7 @@ from distill.teacher.store import Answers, AnswerSettings, CachedAnswer, Store, 
 from eval.decoding.loop import seed_of
 from eval.engines.server import PATIENT, UNPENALISED, Server, ServerError, token_ids
 
-# Smallest timeout in seconds. A server sends only complete answers, so a longer answer gets one
+# Smallest timeout in seconds. A server sends only complete outputs, so a longer output gets one
 # second for each of its tokens.
 TIMEOUT = 600.0
 UNCHANGED = {"top_p": 1.0, "top_k": -1, **UNPENALISED}
@@ -92,7 +92,7 @@ class Request:
         }
 
     def read(self, sent: Any, prompt: list[int]) -> CachedAnswer:
-        """The checked answer. Raises ServerError if the response does not fit the request.
+        """The checked output. Raises ServerError if the response does not fit the request.
 
         sent: the JSON response of /v1/completions.
         """
@@ -205,10 +205,10 @@ def open_server(url: str, model: str | None, settings: AnswerSettings) -> Server
 def served_store(
     server: Server, settings: AnswerSettings, folder: Path, prompts: list[list[int]]
 ) -> Store:
-    """The store of the served model's answers. All processes must call it.
+    """The store of the served model's outputs. All processes must call it.
 
     The first process asks the server for its models, unless the store that is noted in the run's
-    folder has all answers. Raises ServerError if the target is not served.
+    folder has all outputs. Raises ServerError if the target is not served.
     """
     key: dict[str, Any] = {}
     if PartialState().is_main_process:
@@ -219,7 +219,7 @@ def served_store(
 
 
 def unanswered(store: Store, prompts: list[list[int]]) -> bool:
-    """Whether any of these prompts has no answer in the store."""
+    """Whether any of these prompts has no output in the store."""
     return any(name not in store for name in names_of(prompts))
 
 
@@ -243,7 +243,7 @@ def _served_model(server: Server) -> dict[str, str]:
 class ServedTarget(AnsweringTarget):
     """A target behind a server; the first process prompts it, the others wait.
 
-    prompts: all prompts of the run. witnesses: earlier answers of this model, to detect a change.
+    prompts: all prompts of the run. witnesses: earlier outputs of this model, to detect a change.
     """
 
     by: Answerer = "server"
@@ -267,7 +267,7 @@ class ServedTarget(AnsweringTarget):
         return self.running
 
     def check(self) -> None:
-        """Raise ServerError if the server does not fit, unless all answers are stored."""
+        """Raise ServerError if the server has another target, unless all outputs are stored."""
         if unanswered(self.store, self.prompts):
             self._check_server()
 
@@ -283,14 +283,14 @@ class ServedTarget(AnsweringTarget):
 
         bar = tqdm(
             total=len(missing),
-            desc=f"answers of {self.server.url}",
-            unit="answer",
+            desc=f"outputs of {self.server.url}",
+            unit="output",
             file=sys.stderr,
         )
         with bar, ThreadPool(min(self.settings.batch_size, len(missing))) as pool:
             answers = pool.imap_unordered(answer, missing.items())
             while shard := dict(islice(answers, ANSWERS_PER_SHARD)):
-                self._check_witnesses()  # so the answers before this line are from the same model
+                self._check_witnesses()  # so the outputs before this line are from the same model
                 packed = {name: a.packed(self.target.vocab_size) for name, a in shard.items()}
                 self.store.append(packed, self.by)
                 bar.update(len(shard))
@@ -309,7 +309,7 @@ class ServedTarget(AnsweringTarget):
     def ask(
         self, prompt: list[int], request: Request, seed: int = 0, text: str | None = None
     ) -> CachedAnswer:
-        """The server's answer to a prompt. Raises ServerError for one that must not be used.
+        """The server's output for a prompt. Raises ServerError for an output that must not be used.
 
         text: sent in place of the prompt's ids; the server must tokenize it to these ids.
         """
@@ -319,7 +319,7 @@ class ServedTarget(AnsweringTarget):
             return request.read(sent, prompt)
         except ServerError as error:
             raise ServerError(
-                f"{self.server.url}, answer{about}: {error}. Nothing of it was kept."
+                f"{self.server.url}, response{about}: {error}. This output was not stored."
             ) from None
 
     # --- what is refused
@@ -330,7 +330,7 @@ class ServedTarget(AnsweringTarget):
         first, tokenizer = replace(request, max_tokens=1), load_tokenizer(self.target.spec)
         for text in [TEXT, *(str(tokenizer.decode(ids)) for ids in self.prompts[:8])]:
             self.ask(tokenizer(text, add_special_tokens=False)["input_ids"], first, text=text)
-        self.ask(longest, request)  # only a complete answer can show every fault
+        self.ask(longest, request)  # only a complete output can show every fault
         # other runs' prompts may be longer than the server was started for
         fit = (n for n in self.store if self.store.length(n, "prompt_ids") <= len(longest))
         cached = Answers(self.store, list(islice(fit, WITNESSES)))
@@ -342,7 +342,7 @@ class ServedTarget(AnsweringTarget):
     def _check_witnesses(self) -> None:
         """Raise ServerError if the witnesses' log-probabilities have changed.
 
-        Requests have the temperature of the answers, because it must not change them.
+        Requests have the temperature of the outputs, because it must not change them.
         """
         first = replace(self.request(), max_tokens=1)
         moved = [_difference(w, self.ask(w.prompt_ids.tolist(), first)) for w in self.witnesses]

@@ -1,4 +1,4 @@
-"""Where the target answers, and the vLLM that a run starts if answers are missing."""
+"""What generates the target's outputs, and the vLLM that a run starts if outputs are missing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def answering_target(
     device, taught = target_device(recipe), recipe.train_on_prompts
     by, why = from_first(who_answers(recipe.answers, device, taught))
     if PartialState().is_main_process:
-        print(f"answers: {by}, since {why}")
+        print(f"answers: {by}, because {why}")
     settings = recipe.answer_settings(pair.target.all_stops)
     prompted = prompts.held_out.ids + to_answer(
         prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers
@@ -54,9 +54,9 @@ def answering_target(
 
 
 class StartedVllm(ServedTarget):
-    """A target in a vLLM that the run starts. Its answers share the reference decoder's store.
+    """A target in a vLLM that the run starts. Its outputs share the reference decoder's store.
 
-    Model and dtype are the same, so the answers differ only as those of two batch sizes do.
+    Model and dtype are the same, so the outputs differ only as those of two batch sizes do.
     """
 
     by = "vllm"
@@ -74,7 +74,7 @@ class StartedVllm(ServedTarget):
         self.dtype, self.stack = dtype, ExitStack()
 
     def check(self) -> None:
-        """Raise EngineMissing if an answer is missing and vLLM is not installed."""
+        """Raise EngineMissing if an output is missing and vLLM is not installed."""
         if unanswered(self.store, self.prompts):
             vllm_python()
 
@@ -92,7 +92,7 @@ class StartedVllm(ServedTarget):
         arguments = ["--dtype", self.dtype, "--max-model-len", str(positions)]
         arguments += ["--max-logprobs", str(max(LOGPROBS, self.settings.top_k))]
         arguments += gpu_arguments(load_config(self.target.spec)) or ON_CPU
-        print(f"vLLM starts, with {' '.join(arguments)}", flush=True)
+        print(f"starting vLLM with {' '.join(arguments)}", flush=True)
         url = self.stack.enter_context(serve_vllm(resolve_checkpoint(self.target.spec), *arguments))
         self.running = open_server(url, None, self.settings)
         self._check_server()

@@ -1,6 +1,6 @@
-"""The target's hidden states over its answers, for drafts that read them.
+"""The target's hidden states at its outputs, for drafts that read them.
 
-They are stored while the target answers (distill/teacher/answers.py). An answer that was stored
+They are stored while outputs are generated (distill/teacher/answers.py). An output that was stored
 without them is read in one teacher-forced pass. Legend: P prompt tokens, R response tokens, L
 layers, H hidden size.
 """
@@ -20,12 +20,12 @@ from distill.teacher.store import Answers, CachedAnswer, Store, name_of
 from eval.decoding.forward import Decoder, HiddenStates, in_pieces
 from eval.decoding.target import Target
 
-# Gives the states at all tokens of an answer but the last [P + R - 1, L, H], in bf16, from disk.
+# Returns the states at all tokens of a text but the last [P + R - 1, L, H], in bf16, from disk.
 States = Callable[[CachedAnswer], Tensor]
 
 
 def states_of(answers: Store, layers: Sequence[int]) -> States | None:
-    """A function that reads an answer's states of these layers; None without layers."""
+    """A function that reads a text's states of these layers; None without layers."""
     if not layers:
         return None
     store = answers.of_states(layers)
@@ -46,7 +46,7 @@ def read_states(decoder: Decoder, ids: Tensor, layers: Sequence[int]) -> list[Te
 
 @torch.inference_mode()
 def cache_states(answers: Answers, layers: Sequence[int], load: Callable[[], Target]) -> None:
-    """Compute and store the missing states of these answers.
+    """Compute and store the missing states of these outputs.
 
     All processes must call it; each computes its share. load: returns the target.
     """
@@ -60,7 +60,7 @@ def cache_states(answers: Answers, layers: Sequence[int], load: Callable[[], Tar
     ]
     for shard in tqdm(
         shards[state.process_index :: state.num_processes],
-        desc="target's states",
+        desc="target states",
         unit="shard",
         file=sys.stderr,
         disable=not state.is_main_process,

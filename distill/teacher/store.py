@@ -31,7 +31,7 @@ from align.machine import from_first, wait_on_host
 from align.sources import cache_folder
 from eval.decoding.loop import Decoding
 
-TAUGHT = "-taught"  # ends the name of an answer with distributions within its prompt
+TAUGHT = "-taught"  # ends the name of an output with distributions within its prompt
 
 Record = Mapping[str, Tensor]
 
@@ -44,7 +44,7 @@ class CacheError(ValueError):
 class AnswerSettings:
     """How the target is prompted for its outputs.
 
-    top_k: log-probabilities stored at each token. batch_size: prompts that are answered at once.
+    top_k: log-probabilities stored at each token. batch_size: prompts in a batch.
     """
 
     decoding: Decoding
@@ -76,9 +76,9 @@ def name_of(ids: Sequence[int] | Tensor) -> str:
 
 
 def names_of(prompts: Sequence[Sequence[int]], taught: bool = False) -> list[str]:
-    """The name of each prompt's answer. It has a number, because a prompt may have several answers.
+    """The name of each prompt's output. It has a number, because a prompt may have several outputs.
 
-    taught: the answers have distributions within the prompts.
+    taught: the outputs have distributions within the prompts.
     """
     times: Counter[str] = Counter()
     names = []
@@ -90,7 +90,7 @@ def names_of(prompts: Sequence[Sequence[int]], taught: bool = False) -> list[str
 
 @dataclass
 class CachedAnswer:
-    """One answer: prompt_ids [P], response_ids [R]; top_ids, top_logprobs [R, C], best first.
+    """One output: prompt_ids [P], response_ids [R]; top_ids, top_logprobs [R, C], best first.
 
     The log-probabilities are those of the raw logits, before any logits processor; the mass that
     they lack is that of all other tokens. If the prompt is taught, prompt_ids is its first token,
@@ -248,7 +248,7 @@ class Store:
 
 
 class Answers(Sequence[CachedAnswer]):
-    """Answers of a store in a run's order; each is read from disk when it is asked for."""
+    """Outputs of a store in a run's order; each is read from disk when it is needed."""
 
     def __init__(self, store: Store, names: Iterable[str]) -> None:
         self.store, self.names = store, list(names)
@@ -267,7 +267,7 @@ class Answers(Sequence[CachedAnswer]):
 
     @property
     def response_lengths(self) -> list[int]:
-        """Tokens of each response."""
+        """The number of response tokens of each output."""
         return [self.store.length(name, "response_ids") for name in self.names]
 
 

@@ -22,16 +22,16 @@ How often the argmax of a draft model is the token that the target model generat
 tokens greedy speculative decoding with that draft emits per target call (arXiv 2211.17192).
 """
 INPUTS = """
-predictions: for each response of the target, the draft's argmax token id at every position, given
+predictions: for each output of the target, the draft's argmax token id at every position, given
     the target's tokens before it (teacher-forced).
-references: the target's greedy responses as token ids, as long as the predictions; taken as ended
+references: the target's greedy outputs as token ids, as long as the predictions; taken as ended
     by the length limit.
 gamma: the draft length of tau.
 
 Returns `alpha` (acceptance rate) and `tau` (mean acceptance length), each {"mean", "ci95", "n",
-"clusters", "freedom", "range"}: interval and range over the responses; ci95 is null for fewer than
+"clusters", "freedom", "range"}: interval and range over the outputs; ci95 is null for fewer than
 10. tau counts the bonus token, and neither the prefill token nor a cut last step; it is null where
-no response is long enough for one whole step.
+no output is long enough for one whole step.
 """
 CITATION = """
 @inproceedings{leviathan2023fast,
@@ -63,7 +63,7 @@ class Acceptance(evaluate.Metric):
         for i, (drafted, tokens) in enumerate(zip(predictions, references, strict=True)):
             if len(drafted) != len(tokens):
                 raise ValueError(
-                    f"Response {i} has {len(drafted)} predictions for {len(tokens)} tokens; give "
+                    f"Output {i} has {len(drafted)} predictions for {len(tokens)} tokens; give "
                     "one prediction per token."
                 )
         table = replayed_table(

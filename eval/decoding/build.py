@@ -63,7 +63,7 @@ def build_decoder(
     """The fastest decoder for this model.
 
     The decoder shares the model's weights: fused weights replace the model's tensors, which become
-    views. context_length: the most positions of a row (prompt and response). embedding: a tensor
+    views. context_length: the most positions of a row (prompt and output). embedding: a tensor
     that equals the model's input embedding and is read instead (a pruned draft reads its target's).
     int8: for drafts only, because the logits change: the fused forward copies layers and head in
     int8 where a kernel fits their shapes. fp32: computes in fp32, converting the weights piece by
@@ -91,7 +91,7 @@ def build_decoder(
         raise ValueError(
             f"The layers of a {config.model_type} model are on {', '.join(sorted(places))}, but "
             f"only models of {', '.join(FUSED_FAMILIES)} can be spread over devices. Load the "
-            "model on one device, or let a server generate the responses (answers: server)."
+            "model on one device, or let a server generate the outputs (answers: server)."
         )
     return TransformersDecoder(model, context_length, fp32)
 

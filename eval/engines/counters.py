@@ -71,7 +71,7 @@ def growth(before: Series, now: Series) -> Series:
         if key[0] == STARTED and counted < value:
             raise CountersError(
                 "These counters come from an older process than the earlier reading, so they are "
-                "of another replica. Read each replica's /metrics by itself, with its own file."
+                "of another replica. Read each replica's /metrics separately, with its own file."
             )
         if counted < value or (key[0] == STARTED and counted > value):
             restarted.add(key[2])

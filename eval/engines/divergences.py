@@ -70,7 +70,7 @@ def explain(
 def read_output(server: Server, prompt: list[int], output: list[int]) -> list[Logprobs] | str:
     """The Logprobs at each token of an output, from one forward after the prompt; or why not."""
     if not prompt:
-        return "the server did not tell the prompt's token ids"
+        return "the server did not return the prompt's token ids"
     try:
         return _read(server, prompt, output)
     except ServerError as failure:

@@ -242,8 +242,8 @@ def _wait_until_ready(server: subprocess.Popen[bytes], port: int, log: int) -> N
                     return
         time.sleep(1)
     raise ServerError(
-        f"vLLM {_last_words(server, log)} before it served. Free memory, or correct the cause that "
-        "its log names."
+        f"vLLM {_last_words(server, log)} before it was ready. Free memory, or correct the cause "
+        "that its log names."
     )
 
 
@@ -254,7 +254,7 @@ def _last_words(server: subprocess.Popen[bytes], log: int) -> str:
     reasons = [line.strip() for line in said if "Error:" in line or "error:" in line]
     status = server.poll()
     ending = "did not answer" if status is None else f"ended with status {status}"
-    why = " / ".join((reasons or said)[-2:])[-600:] or "no word"
+    why = " / ".join((reasons or said)[-2:])[-600:] or "no output"
     return f"{ending} ({why})"
 
 

@@ -42,8 +42,8 @@ WARM_UP = 16  # tokens of a server's first output, which is not timed
 STEPS = ("tau", "mean_drafted", "accepted_over_drafted", "per_position")
 UNTOLD = {
     **REFERENCE_ONLY,
-    **dict.fromkeys(STEPS, "a server does not tell a cut last step apart: see counters"),
-    "memory": "a server does not tell what its models weigh",
+    **dict.fromkeys(STEPS, "a server does not report whether the last step was cut; see counters"),
+    "memory": "a server does not report the size of its models",
 }
 
 
@@ -204,12 +204,12 @@ def _counters(outputs: Sequence[Output]) -> tuple[dict[str, Any] | None, str]:
     # each draft emits the accepted tokens and one more; the last draft of each output may be cut
     if accepted + drafts > tokens + (len(accepted_at) + 1) * len(counted):
         return None, (
-            f"they grew by {accepted + drafts:.0f} tokens while this run was sent {tokens}: others "
-            f"used the server; measure again while it is idle"
+            f"they grew by {accepted + drafts:.0f} tokens, but this run received {tokens}: other "
+            "clients used the server; measure again while it is idle"
         )
     drafting = [(run, counts) for run, counts in counted if counts.drafts]
     if not any(counts.drafted for _, counts in drafting):
-        return None, "they did not grow while this run was served: nothing was drafted"
+        return None, "they did not grow during this run: nothing was drafted"
 
     def length(category: str | None = None) -> Measured:
         """Mean acceptance length on the prompts of a category; None: all prompts."""

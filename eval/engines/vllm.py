@@ -80,7 +80,9 @@ class VllmServer(Server):
                     steps.append(ids)
                     times.append(now)
         if finish is None:
-            raise ServerError(f"{self.url} broke off in its output to prompt {prompt.id!r}.")
+            raise ServerError(
+                f"{self.url} broke off in its output for prompt {prompt.id!r}; read its log."
+            )
         sent = sum(map(len, steps))
         if not sent or sent != usage.get("completion_tokens", sent):
             raise ServerError(

@@ -1,4 +1,4 @@
-"""The acceptance rate: how far draft and target agree on the target's responses, teacher-forced.
+"""The acceptance rate: how far draft and target agree on the target's outputs, teacher-forced.
 
 Legend: V the target's vocabulary.
 """
@@ -29,20 +29,20 @@ BATCH = 48
 def target_texts(
     target: Target, prompts: Mapping[str, list[int]], decoding: Decoding
 ) -> list[list[int]]:
-    """The token ids of the target's response to each prompt, for the acceptance rate.
+    """The token ids of the target's output for each prompt, for the acceptance rate.
 
     prompts: token ids by prompt id; a prompt's random numbers depend on its id.
     """
-    responses: list[list[int]] = [[] for _ in prompts]
+    outputs: list[list[int]] = [[] for _ in prompts]
     seeds = [seed_of(decoding.seed, prompt_id) for prompt_id in prompts]
     rows = min(BATCH, len(prompts))
-    with tokens_bar("target texts", len(prompts), decoding) as bar:
+    with tokens_bar("target outputs", len(prompts), decoding) as bar:
         generated = generate_batched(
             target.decoder, list(prompts.values()), decoding, rows, seeds, bar=bar
         )
-        for answer in generated:
-            responses[answer.index] = answer.tokens
-    return responses
+        for output in generated:
+            outputs[output.index] = output.tokens
+    return outputs
 
 
 @torch.inference_mode()
@@ -68,7 +68,7 @@ def measure_agreement(
         bits = entropy_bits(scores)[0]
         if not bits.isfinite().all():
             raise ValueError(
-                f"{target.spec} computes NaN or infinite logits in its response to prompt "
+                f"{target.spec} computes NaN or infinite logits in its output for prompt "
                 f"{prompt.id}: its weights are damaged, or too large for float16. Fetch the "
                 "checkpoint again, or use --dtype bfloat16 or float32."
             )

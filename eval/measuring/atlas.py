@@ -17,7 +17,7 @@ from eval.measuring.runs import Agreement, RunLog, TargetOutput
 
 EXAMPLES = 12
 ENTROPY_EDGES = (0.0, 0.1, 0.5, 1.0, 2.0, 4.0)  # bits
-HEAT_TOKENS = 16  # the shortest response for a heat map
+HEAT_TOKENS = 16  # the shortest output for a heat map
 
 
 class Confusion(Part):
@@ -38,7 +38,7 @@ class Bucket(Part):
 
 
 class HeatMap(Part):
-    """One response of the target, token by token."""
+    """One output of the target, token by token."""
 
     prompt: str
     alpha: float
@@ -114,9 +114,9 @@ def _buckets(
 ) -> list[Bucket]:
     """The acceptance rate by bucket, without empty buckets.
 
-    edges: (low, high) of each bucket. quantities: of each position of each response.
+    edges: (low, high) of each bucket. quantities: of each position of each output.
     """
-    sums = []  # of each response: group, sum of values by bucket, positions by bucket
+    sums = []  # of each output: group, sum of values by bucket, positions by bucket
     for agreement, quantity in zip(agreements, quantities, strict=True):
         bucket = np.searchsorted([low for low, _ in edges], quantity, side="right") - 1
         total = np.bincount(bucket, agreement.values, len(edges))
@@ -132,7 +132,7 @@ def _buckets(
 
 
 def _by_output_position(agreements: Sequence[Agreement]) -> list[Bucket]:
-    """The acceptance rate at response tokens 1-8, 9-16, 17-32, and so on by doubling."""
+    """The acceptance rate at output tokens 1-8, 9-16, 17-32, and so on by doubling."""
     ends = [8]
     while ends[-1] < max(len(a.values) for a in agreements):
         ends.append(2 * ends[-1])
@@ -147,7 +147,7 @@ def _by_entropy(agreements: Sequence[Agreement], answers: Sequence[TargetOutput]
 
 
 def telling_prompts(agreements: Sequence[Agreement]) -> list[str]:
-    """The prompts whose responses have the lowest, the middle and the highest acceptance rate."""
+    """The prompts whose outputs have the lowest, the middle and the highest acceptance rate."""
     long = [a for a in agreements if a.positions >= HEAT_TOKENS]
     order = [a.prompt_id for a in sorted(long, key=lambda a: a.alpha_sum / a.positions)]
     return list(dict.fromkeys([order[0], order[len(order) // 2], order[-1]])) if order else []

@@ -1,4 +1,4 @@
-"""The share of the target's responses that copies the prompt or an earlier part of the response.
+"""The share of the target's outputs that copies the prompt or an earlier part of the output.
 
 N-gram speculation drafts copies without a model, so a report gives this share with the speed-up.
 """
@@ -15,7 +15,7 @@ from eval.measuring.intervals import Part, Share, share
 from eval.measuring.runs import TargetOutput
 
 COPY_TOKENS = 8  # the shortest copy; shorter runs repeat in any text
-COPIED_LITTLE, COPIED_MUCH = 0.1, 0.3  # shares of a response, bounds of the classes
+COPIED_LITTLE, COPIED_MUCH = 0.1, 0.3  # shares of an output, bounds of the classes
 COPY_CLASSES = (  # the least copied first
     f"below {COPIED_LITTLE:.0%} copied",
     f"{COPIED_LITTLE:.0%} to {COPIED_MUCH:.0%} copied",
@@ -24,27 +24,27 @@ COPY_CLASSES = (  # the least copied first
 
 
 class CopyShare(Part):
-    """Share of the responses' tokens in copies of COPY_TOKENS tokens or more."""
+    """Share of the outputs' tokens in copies of COPY_TOKENS tokens or more."""
 
     either: Share
     of_prompt: Share
-    of_answer: Share = Field(description="of an earlier part of the response")
+    of_answer: Share = Field(description="of an earlier part of the output")
 
 
 class TargetOutputs(Part):
-    """The target's own responses to the evaluation prompts."""
+    """The target's own outputs to the evaluation prompts."""
 
     copy_share: CopyShare = Field(
-        description="share of the responses' tokens in runs of at least 8 that occur earlier, "
-        "in the prompt or in the response"
+        description="share of the outputs' tokens in runs of at least 8 that occur earlier, "
+        "in the prompt or in the output"
     )
 
 
 def copied(prompt: Sequence[int], answer: Sequence[int]) -> NDArray[np.bool_]:
-    """Whether each of T response tokens is in a copy of the prompt, or of the response (2, T).
+    """Whether each of T output tokens is in a copy of the prompt, or of the output (2, T).
 
-    A copy is a run of COPY_TOKENS tokens of the response that occurs in the prompt, or that also
-    begins earlier in the response. A repeated loop is therefore a copy of itself.
+    A copy is a run of COPY_TOKENS tokens of the output that occurs in the prompt, or that also
+    begins earlier in the output. A repeated loop is therefore a copy of itself.
     """
     flags = np.zeros((2, len(answer)), dtype=bool)
     starts = range(len(prompt) - COPY_TOKENS + 1)
@@ -59,7 +59,7 @@ def copied(prompt: Sequence[int], answer: Sequence[int]) -> NDArray[np.bool_]:
 
 
 def copy_classes(answers: Sequence[TargetOutput]) -> dict[str, str]:
-    """The class in COPY_CLASSES of each response, by prompt id."""
+    """The class in COPY_CLASSES of each output, by prompt id."""
     classes = {}
     for answer in answers:
         mean = copied(answer.prompt, answer.tokens).any(axis=0).mean()
@@ -69,7 +69,7 @@ def copy_classes(answers: Sequence[TargetOutput]) -> dict[str, str]:
 
 
 def described(answers: Sequence[TargetOutput]) -> TargetOutputs | None:
-    """The copy share of the responses; None without responses."""
+    """The copy share of the outputs; None without outputs."""
     if not answers:
         return None
     flags = [(answer.group, copied(answer.prompt, answer.tokens)) for answer in answers]

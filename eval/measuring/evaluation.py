@@ -38,7 +38,7 @@ from eval.measuring.timing import (
 from eval.prompts import PromptSet
 
 FEWEST = 12  # prompts that are timed even if the time is over, because an interval needs them
-SHARE_OF_RESPONSES = 0.25  # of the time, for responses; their acceptance rates need the same time
+SHARE_OF_OUTPUTS = 0.25  # of the time, for outputs; their acceptance rates need the same time
 PROBED_TOKENS = 256  # tokens of a prompt whose logits identify the models
 
 
@@ -84,24 +84,24 @@ def evaluate(
         """Whether this share of the plan's seconds has passed."""
         return plan.seconds is not None and time.monotonic() - began >= share * plan.seconds
 
-    # 1. The target's responses, for the acceptance rates. If time is short, prompts without a
-    # response are not evaluated.
+    # 1. The target's outputs, for the acceptance rates. If time is short, prompts without a
+    # output are not evaluated.
     drawn = evaluation.drawn(len(evaluation.prompts), seed)
     asked = list(zip((prompt.id for prompt in drawn.prompts), drawn.ids, strict=True))
     pieces = [dict(asked[start : start + BATCH]) for start in range(0, len(asked), BATCH)]
-    responses = journal.each(
-        "target texts",
+    outputs = journal.each(
+        "target outputs",
         pieces,
         lambda _number, piece: target_texts(target, piece, decoding),
         list,
         None,
-        lambda measured: measured > 0 and time_is_over(SHARE_OF_RESPONSES),
+        lambda measured: measured > 0 and time_is_over(SHARE_OF_OUTPUTS),
     )
-    by_id = dict(zip((prompt.id for prompt in drawn.prompts), chain(*responses), strict=False))
+    by_id = dict(zip((prompt.id for prompt in drawn.prompts), chain(*outputs), strict=False))
     evaluation = evaluation.of_ids(set(by_id))
     texts = [by_id[prompt.id] for prompt in evaluation.prompts]
 
-    # 2. Step costs, in the middle of a response of mean length.
+    # 2. Step costs, in the middle of an output of mean length.
     middles = [len(ids) + len(text) // 2 for ids, text in zip(evaluation.ids, texts, strict=True)]
     context = sum(middles) // len(middles)
     longest = max(plan.max_draft_length, plan.draft_length or 0)
@@ -323,5 +323,5 @@ def device_name(device: torch.device) -> str:
 
 
 def context_length(ids: Sequence[Sequence[int]], max_new_tokens: int, longest_draft: int) -> int:
-    """The most positions of a prompt, its response and a draft after it."""
+    """The most positions of a prompt, its output and a draft after it."""
     return max(map(len, ids)) + max_new_tokens + longest_draft + 1

@@ -1,6 +1,6 @@
 """A measured number and its interval: Student's t over prompts, or over groups of prompts.
 
-A measured number is a ratio of sums over prompts. Tokens of one response depend on each other, so
+A measured number is a ratio of sums over prompts. Tokens of one output depend on each other, so
 prompts are the samples. Prompts that share a group are one sample, a cluster.
 """
 

@@ -45,8 +45,8 @@ class Journal(AbstractContextManager["Journal"]):
             self.path.unlink(missing_ok=True)
         elif self.results:
             print(
-                f"\nMeasured so far: {self.progress()}. It is kept in {self.path}; run the same "
-                "command again to go on from there.",
+                f"\nMeasured so far: {self.progress()}. The results are in {self.path}; the same "
+                "command continues.",
                 file=sys.stderr,
             )
 
@@ -61,8 +61,8 @@ class Journal(AbstractContextManager["Journal"]):
         if kept_about != about:
             lines = []
             print(
-                f"{self.path} holds what was measured of other models, prompts or settings; it is "
-                "measured anew.",
+                f"{self.path} has results for other models, prompts or settings; they are "
+                "replaced.",
                 file=sys.stderr,
             )
         for stage, number, value in lines:
@@ -72,7 +72,7 @@ class Journal(AbstractContextManager["Journal"]):
                 kept.append(_line([stage, number, value]))
         self.resumed = bool(self.results)
         if self.resumed:
-            print(f"Measured before, and kept: {self.progress()}.", file=sys.stderr)
+            print(f"Earlier results are used: {self.progress()}.", file=sys.stderr)
         with atomic_file(self.path) as file:
             file.writelines(kept)
 

@@ -40,7 +40,7 @@ from eval.measuring.runs import Agreement
 class PromptSums(Part):
     """The sums of one prompt, from which all means and intervals of a draft are computed.
 
-    A block is a speculation step, except a last step that the length limit could cut. A value that
+    A block is a whole speculation step, one that the length limit cannot have cut. A value that
     was not measured is None and is left out of the report.
     """
 
@@ -59,7 +59,7 @@ class PromptSums(Part):
     baseline_block_tokens: Count | None = None
     baseline_block_seconds: Quantity | None = None
     calls: Count | None = Field(default=None, description="target calls of the decode phase")
-    blocks: Count | None = Field(default=None, description="of these, the whole ones; so below")
+    blocks: Count | None = Field(default=None, description="whole steps; the next five count these")
     block_tokens: Count | None = None
     block_seconds: Quantity | None = None
     drafted: Count | None = None
@@ -114,19 +114,19 @@ def prompt_table(
             whole = slice(base.whole_blocks)
             row["baseline_block_tokens"] = sum(base.block_tokens[whole])
             row["baseline_block_seconds"] = sum(base.block_seconds[whole])
-    for response in agreements:
+    for agreement in agreements:
         row = rows.setdefault(
-            response.prompt_id,
+            agreement.prompt_id,
             {
-                "id": response.prompt_id,
-                "category": response.category,
-                "group": response.group,
-                "prompt_tokens": response.prompt_tokens,
+                "id": agreement.prompt_id,
+                "category": agreement.category,
+                "group": agreement.group,
+                "prompt_tokens": agreement.prompt_tokens,
             },
         )
-        positions = response.positions
+        positions = agreement.positions
         # fp32 sums of probabilities may exceed 1 by rounding
-        row |= {"alpha_sum": min(response.alpha_sum, positions), "positions": positions}
+        row |= {"alpha_sum": min(agreement.alpha_sum, positions), "positions": positions}
     return [PromptSums(**row) for row in rows.values()]
 
 
@@ -151,9 +151,9 @@ def _steps(run: PromptRun) -> dict[str, Any]:
 def replayed_steps(agreed: Sequence[bool], draft_length: int) -> list[int]:
     """Tokens that each whole speculation step of greedy decoding would emit.
 
-    agreed: for each token of the target's response, whether the draft's teacher-forced argmax is
+    agreed: for each token of the target's output, whether the draft's teacher-forced argmax is
     that token. Exact for a draft that computes later tokens as it computes the first, because
-    before its first wrong token it reads only the target's text. The response counts as ended by
+    before its first wrong token it reads only the target's text. The output counts as ended by
     the length limit, which shortens the last drafts; a last step that is cut is left out.
     """
     emitted, position, drafted = [], 1, draft_length  # the first token comes from the prefill
@@ -167,8 +167,8 @@ def replayed_steps(agreed: Sequence[bool], draft_length: int) -> list[int]:
     return emitted if drafted == draft_length else emitted[:-1]
 
 
-def replayed_table(responses: Sequence[Sequence[bool]], draft_length: int) -> list[PromptSums]:
-    """The table of simulated greedy decoding. responses: `agreed` of `replayed_steps`, each."""
+def replayed_table(outputs: Sequence[Sequence[bool]], draft_length: int) -> list[PromptSums]:
+    """The table of simulated greedy decoding. outputs: `agreed` of `replayed_steps`, each."""
     return [
         PromptSums(
             id=str(i),
@@ -178,7 +178,7 @@ def replayed_table(responses: Sequence[Sequence[bool]], draft_length: int) -> li
             block_tokens=sum(steps),
             blocks=len(steps),
         )
-        for i, agreed in enumerate(responses)
+        for i, agreed in enumerate(outputs)
         for steps in [replayed_steps(agreed, draft_length)]
     ]
 
@@ -290,7 +290,7 @@ def difference(
 
 
 def mean_drafted(table: Iterable[PromptSums]) -> float:
-    """Drafted tokens per block."""
+    """Drafted tokens per whole step."""
     return measured(Number("mean_drafted", ("drafted", "blocks"), ends=around), table).mean
 
 
@@ -298,7 +298,7 @@ class PositionAcceptance(Part):
     """Acceptance at one position of the draft, over all drafts, defined as in vLLM's counters."""
 
     position: Positive
-    drafts: Count = Field(description="all drafts: whole blocks with a drafted token")
+    drafts: Count = Field(description="all drafts: whole steps with a drafted token")
     marginal: Share = Field(description="share of drafts whose tokens up to here were all accepted")
     conditional: Share | None = Field(
         description="the same, among drafts whose tokens before were all accepted"
@@ -306,7 +306,7 @@ class PositionAcceptance(Part):
 
 
 def per_position(table: Iterable[PromptSums]) -> list[PositionAcceptance]:
-    """Acceptance at positions i = 1..longest draft, over all drafts of the blocks.
+    """Acceptance at positions i = 1..longest draft, over all drafts of whole steps.
 
     marginal_i: share of drafts whose first i tokens were all accepted, which is false for a draft
     shorter than i. conditional_i is marginal_i / marginal_(i-1).
@@ -383,7 +383,7 @@ class Memory(Part):
     target_bytes: Positive
     draft_bytes: Count = Field(description="shared tensors not counted")
     kv_bytes_per_token: OfBoth
-    full_form_bytes: Count | None = Field(description="of the form that other engines load")
+    full_form_bytes: Count | None = Field(description="of the checkpoint that engines load")
 
     @computed_field(description="draft_bytes / target_bytes")  # type: ignore[prop-decorator]
     @property

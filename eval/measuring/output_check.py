@@ -15,12 +15,12 @@ class Divergence(Part):
     """The first token at which a greedy output with a draft differs from the target's."""
 
     prompt: str
-    position: Count = Field(description="token of the response, from 0")
+    position: Count = Field(description="token of the output, from 0")
     target: str = Field(description="the token without a draft")
     drafted: str = Field(description="the token with it")
     gap: Quantity | None = Field(description="between the two tokens' log-probabilities, in nats")
     error: Quantity | None = Field(
-        description="between two forwards' logits there (for a server: over the response)"
+        description="between two forwards' logits there (for a server: over the output)"
     )
     tie: bool
     why: str = Field("", description="why it is a mismatch, where gap and error do not say so")
@@ -58,7 +58,7 @@ class Ledger(Part):
         return max((d.gap for d in self.divergences if d.tie and d.gap is not None), default=None)
 
     def __str__(self) -> str:
-        text = f"{self.identical} of {self.prompts} responses token-identical"
+        text = f"{self.identical} of {self.prompts} outputs token-identical"
         if self.tie_divergences:
             gap = self.largest_gap
             largest = "" if gap is None else f" (largest gap {gap:.2g} nats)"

@@ -32,7 +32,7 @@ class Speculation(NamedTuple):
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """A response of the target, on which the acceptance rates of all drafts are measured.
+    """An output of the target, on which the acceptance rates of all drafts are measured.
 
     prompt, tokens: token ids. entropy: bits of the target's distribution at temperature 1, by
     token.
@@ -47,10 +47,10 @@ class TargetOutput:
 
 @dataclass
 class Agreement:
-    """alpha_sum: sum_x min(p, q), summed over the positions of one response, teacher-forced.
+    """How far target and draft agree on one output, teacher-forced.
 
-    At temperature 0, a position's value is 1 if argmax p = argmax q, else 0. values: by position.
-    guesses: argmax q by position, as a target id; -1 if nothing is proposed.
+    values: sum_x min(p, q) by position; at temperature 0, 1 if argmax p = argmax q, else 0.
+    alpha_sum: their sum. guesses: argmax q by position, as a target id; -1 if nothing is proposed.
     """
 
     prompt_id: str
@@ -65,10 +65,12 @@ class Agreement:
 
 # Fields of a draft's report that only the reference decoder can measure, and why others cannot.
 REFERENCE_ONLY = {
-    **dict.fromkeys(("alpha", "atlas"), "it gives no distributions: see --engine torch"),
+    **dict.fromkeys(
+        ("alpha", "atlas"), "the engine returns no distributions; measure with --engine torch"
+    ),
     **dict.fromkeys(
         ("costs", "c", "verify_ratio", "predicted_speedup", "decode_efficiency", "payoff"),
-        "its single steps are not timed: see --engine torch",
+        "single steps are not timed in an engine; measure with --engine torch",
     ),
 }
 

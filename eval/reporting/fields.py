@@ -92,11 +92,11 @@ class DraftReport(Part):
     )
     tau: Measured | None = Field(
         description="tokens emitted per target call in the decode phase: with the bonus token, "
-        "without the prefill token and a last block that the length limit cut."
+        "without the prefill token and a last step that the length limit cut."
     )
     mean_drafted: Quantity | None = Field(description="tokens per target call")
     accepted_over_drafted: Share | None = Field(
-        description="share of drafted tokens that verification accepted, over the blocks of tau. "
+        description="share of drafted tokens that verification accepted, over whole steps. "
         "Falls as gamma grows."
     )
     per_position: Annotated[list[PositionAcceptance], Field(min_length=1)] | None
@@ -110,22 +110,24 @@ class DraftReport(Part):
         "forwards, gamma the mean drafted length."
     )
     speedup: Measured = Field(
-        description="wall seconds per emitted token without a draft / with it; prefill in; same "
-        "target, engine, dtype and run, prompt by prompt, or in halves one server at a time."
+        description="wall seconds per emitted token without a draft / with it, prefill included; "
+        "same target, engine, dtype and run, prompt by prompt, or in halves one server at a time."
     )
     decode_efficiency: Measured | None = Field(
         description="decode-phase speed-up / predicted speed-up; 1: no overhead beyond the models."
     )
-    tokens_per_s: Both[Measured] = Field(description="emitted tokens / seconds, prefill in")
+    tokens_per_s: Both[Measured] = Field(description="emitted tokens / seconds, prefill included")
     ttft_ms: Both[Measured] = Field(description="time to the first token.")
-    itl_ms: Both[Latency] = Field(description="between tokens, a block's time spread over its own.")
+    itl_ms: Both[Latency] = Field(
+        description="between tokens: a step's time, spread over its tokens."
+    )
     memory: Memory | None
     payoff: Payoff | None
-    by_load: list[LoadPoint] = Field(default=[], description="where loads were asked for")
+    by_load: list[LoadPoint] = Field(default=[], description="if concurrency was measured")
     lossless: Ledger
     by_category: dict[str, CategoryNumbers]
     by_copy_share: dict[str, CategoryNumbers] = Field(
-        default={}, description="by the copied share of the target's response"
+        default={}, description="by the copied share of the target's output"
     )
     by_context: dict[str, CategoryNumbers] = Field(
         default={}, description="by the length of the prompt"
@@ -188,7 +190,7 @@ class PromptsUsed(Part):
     n: Count
     sha256: str
     overlap_with_training: float | None
-    in_chat_form: float = Field(0, ge=0, le=1, description="share asked as messages")
+    in_chat_form: float = Field(0, ge=0, le=1, description="share in the chat template")
     chat_template_kwargs: list[dict[str, JsonValue]] = Field([], description="of the messages")
     chat_template: bool | None = Field(None, description="whether the target has one")
 

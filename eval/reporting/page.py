@@ -45,7 +45,7 @@ def height(share: float) -> float:
 
 
 def acceptance_charts(drafts: Drafts) -> list[dict[str, Any]]:
-    """The bar charts: by position in the draft, position in the response, and target's entropy."""
+    """The bar charts: by position in the draft, position in the output, and target's entropy."""
     positions = {name: d.per_position for name, d in drafts.items() if d.per_position}
     charts: list[dict[str, Any]] = [
         {
@@ -57,11 +57,11 @@ def acceptance_charts(drafts: Drafts) -> list[dict[str, Any]]:
         }
     ]
     for key, title, x_label in (
-        ("by_output_position", "Acceptance rate by position in the response", "response token"),
+        ("by_output_position", "Acceptance rate by position in the output", "output token"),
         ("by_entropy", "Acceptance rate by the target's entropy", "bits at temperature 1"),
     ):
         buckets = {name: getattr(d.atlas, key) for name, d in drafts.items() if d.atlas}
-        # all drafts are measured on the same responses, so their buckets are the same
+        # all drafts are measured on the same outputs, so their buckets are the same
         first: list[Bucket] = next(iter(buckets.values()), [])
         charts.append(
             {

@@ -18,13 +18,13 @@ NOT_MEASURED = "not measured"
 DIVERGENCES_SHOWN = 20
 FEW_NOTE = f"Parentheses: lowest and highest of fewer than {FEWEST_CLUSTERS} prompts or rounds."
 DIVERGENCE_NOTE = (
-    "The first token at which a greedy response with the draft differs. It is a near-tie if the "
+    "The first token at which a greedy output with the draft differs. It is a near-tie if the "
     "gap is at most twice the error of two forwards of the target and below a cap, and the "
-    "responses agree in fp32 (behind a server: and every later token is a near-tie, too)."
+    "outputs agree in fp32 (behind a server: and every later token is a near-tie, too)."
 )
 LOAD_NOTE = (
-    "Requests in flight, one server after the other, in rounds of twice as many; intervals over "
-    "rounds. Responses are not compared here: bf16 sums depend on the batch."
+    "N requests at a time, in rounds of 2N requests; intervals are over rounds. Outputs are not "
+    "compared here, because bf16 sums depend on the batch."
 )
 # Short definitions from the fields' descriptions; docs/metrics.md has long ones.
 DEFINITIONS = {
@@ -238,7 +238,7 @@ def _by_load(report: Report) -> Table:
 
 
 def divergence_table(report: Report) -> Table:
-    """At most DIVERGENCES_SHOWN responses that differ from the target's; mismatches come first."""
+    """At most DIVERGENCES_SHOWN outputs that differ from the target's; mismatches come first."""
     entries = sorted(
         (
             (label(name), entry)
@@ -288,9 +288,9 @@ def _setting(report: Report) -> Table:
         ("in chat form", f"{prompts.in_chat_form:.0%}"),
         ("chat template kwargs", " or ".join(map(json.dumps, prompts.chat_template_kwargs))),
         ("overlap with training", prompts.overlap_with_training),
-        ("copied share of the responses", copies and f"{copies.either.mean:.0%}"),
+        ("copied share of the outputs", copies and f"{copies.either.mean:.0%}"),
         ("copied from the prompt", copies and f"{copies.of_prompt.mean:.0%}"),
-        ("copied from the response", copies and f"{copies.of_answer.mean:.0%}"),
+        ("copied from the output", copies and f"{copies.of_answer.mean:.0%}"),
     ]
     texts = [
         [row_label, f"{value:.3g}" if isinstance(value, float) else str(value)]
@@ -315,7 +315,7 @@ def details(report: Report) -> list[Table]:
     every = [
         _by_load(report),
         _by_class(report, "By category", "by_category"),
-        _by_class(report, "By copied share of the response", "by_copy_share"),
+        _by_class(report, "By copied share of the output", "by_copy_share"),
         _by_class(report, "By prompt length", "by_context"),
         divergence_table(report),
         _by_draft("Drafts", report, DRAFTS),

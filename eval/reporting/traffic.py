@@ -108,8 +108,8 @@ def measured_acceptance(draft: DraftReport, engine: str) -> list[Estimate]:
         ]
     elif engine == "transformers" or not draft.gamma_policy.startswith("fixed"):
         raise NotComparable(
-            f"The report's drafts are not of one length ({draft.gamma_policy}), but an engine's "
-            f"are. Measure with --engine vllm, or with --gamma N and --engine torch."
+            f"The report's drafts have several lengths ({draft.gamma_policy}), but an engine's "
+            f"have one. Measure with --engine vllm, or with --gamma N and --engine torch."
         )
     else:
         places = [Estimate.of(place.marginal, place.drafts) for place in draft.per_position or []]
@@ -140,7 +140,7 @@ def counted_acceptance(counts: Speculation, report: Sequence[Estimate]) -> list[
     if drafted < FULL_LENGTH * gamma * drafts:
         raise NotComparable(
             f"The engine drafted {drafted / drafts:.2f} tokens per draft instead of {gamma}, "
-            f"because of load or of a grammar. Give counters of a time in which all drafts had "
+            f"because of a high load or a grammar. Give counters of a time in which all drafts had "
             f"{gamma} tokens."
         )
     return [

@@ -131,7 +131,7 @@ def verdict(report: Report) -> str:
     ngram = next((d for d in report.drafts.values() if d.path == NGRAM), None)
     alone = f"; n-gram speculation alone {ngram.speedup.mean:.2f}x" if ngram else ""
     if draft is ngram:
-        alone = "; no draft is shown to be surer"
+        alone = "; no draft has a higher lower bound"
     return f"{start}Test {shown} in your engine: {figure} (no server){alone}."
 
 

@@ -9,7 +9,7 @@ from eval.reporting.fields import NGRAM, DraftReport, Report
 from eval.reporting.verdict import label, times
 
 FEW_DRAFTS = 300
-COPIED_MUCH = 0.5  # share of tokens copied from the response itself; such responses mostly loop
+COPIED_MUCH = 0.5  # share of tokens copied from the output itself; such outputs mostly loop
 FAIR_BASELINE = 0.95
 USUAL_EFFICIENCY = (0.8, 1.1)
 # Rules that keep the target's output: the same tokens if greedy, the same distribution if sampled.
@@ -52,20 +52,20 @@ def _about_setting(report: Report) -> Iterator[ReportWarning]:
     if decoding.stop_tokens == 0:
         yield ReportWarning(
             "no-stop-token",
-            "No token ends a response, as with ignore_eos: text after the end repeats itself and "
-            "is easy to draft, so every figure is flattered.",
+            "No token ends an output, as with ignore_eos: text after the end repeats itself and "
+            "is easy to draft, so every figure is too high.",
         )
     elif decoding.ended_by_stop == 0:
         yield ReportWarning(
             "none-ended",
-            f"No response ended within {decoding.max_new_tokens} tokens: if the end of text is "
-            "ignored, every figure is flattered.",
+            f"No output ended within {decoding.max_new_tokens} tokens: if the end of text is "
+            "ignored, every figure is too high.",
         )
     if stock and stock.mean < FAIR_BASELINE:
         yield ReportWarning(
             "slow-baseline",
             f"The baseline reaches only {stock.mean:.2f} of stock generate's tokens/s, so every "
-            "speed-up is flattered.",
+            "speed-up is too high.",
         )
 
 
@@ -79,7 +79,7 @@ def _about_prompts(report: Report) -> Iterator[ReportWarning]:
             "`instruction`.",
         )
     if prompts.overlap_with_training is None:
-        text = "It is not known whether evaluation prompts were trained on."
+        text = "It is not known whether evaluation prompts were also training prompts."
         yield ReportWarning("overlap-unknown", text)
     elif prompts.overlap_with_training:
         text = f"Evaluation prompts overlap with training data: {prompts.overlap_with_training:g}."
@@ -87,20 +87,20 @@ def _about_prompts(report: Report) -> Iterator[ReportWarning]:
     if report.answers and report.answers.copy_share.of_answer.mean > COPIED_MUCH:
         yield ReportWarning(
             "self-copies",
-            f"{report.answers.copy_share.of_answer.mean:.0%} of the response tokens repeat an "
-            "earlier part of the response, and are easy to draft.",
+            f"{report.answers.copy_share.of_answer.mean:.0%} of the output tokens repeat an "
+            "earlier part of the output, and are easy to draft.",
         )
 
 
 def _about_draft(draft: DraftReport) -> Iterator[tuple[str, str]]:
     for entry in draft.missing:
         if entry.field == "prompts":
-            yield "partial", f"measured in part only, {entry.reason}"
+            yield "partial", f"only some prompts were measured: {entry.reason}"
     low, high = draft.speedup.bounds
     if high < 1:
         yield "slower", f"it slows the target down, to {times(draft.speedup)}."
     elif draft.speedup.ci95 and low <= 1:
-        yield "no-effect", "the interval of the speed-up holds 1x, so no effect is shown."
+        yield "no-effect", "the interval of the speed-up contains 1x, so no effect is shown."
     drafts = draft.per_position[0].drafts if draft.per_position else FEW_DRAFTS
     if not draft.per_position and draft.counters:
         drafts = draft.counters.num_drafts
@@ -134,5 +134,7 @@ def _about_gains(report: Report) -> Iterator[ReportWarning]:
                     f"({gain.speedup.mean:+.2f}x), which needs no draft.",
                 )
         elif acceptance and acceptance.ci95 and acceptance.ci95[0] <= 0 <= acceptance.ci95[1]:
-            text = f"The interval of the acceptance gain holds 0 ({name}, {label(gain.over)})."
+            text = (
+                f"The interval of the acceptance gain contains 0 ({name} over {label(gain.over)})."
+            )
             yield ReportWarning("no-acceptance-gain", text)

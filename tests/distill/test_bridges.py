@@ -123,7 +123,7 @@ def test_the_coverage_curve_is_printed(job, tmp_path, capsys):
     assert run(recipe) == 0
     lines = capsys.readouterr().out.splitlines()
     head = next(i for i, line in enumerate(lines) if line.startswith("draft_vocab_size"))
-    assert lines[head].split() == ["draft_vocab_size", "lost", "mass"]
+    assert lines[head].split() == ["draft_vocab_size", "lost", "probability"]
     assert lines[-1].split() == ["300", "0.000%"]
     assert not (tmp_path / "run" / "prepared").exists()
 

@@ -159,7 +159,7 @@ def test_two_processes_make_the_draft_of_one_though_either_is_killed(
     status, shown = run(None)
     assert status == 0, shown
     assert "processes: 2, gloo, cpu" in shown
-    assert f"training over 2 processes ({how})" in shown
+    assert f"training in 2 processes ({how})" in shown
     alone = straight(**changes)
     assert_same_draft(two.folder, alone, resumed)
     theirs, ours = (read_measurements(folder) for folder in (alone, two.folder))

@@ -476,7 +476,7 @@ def test_a_dry_run_shows_a_prompt_as_the_target_reads_it(chat, monkeypatch, caps
     shown = capsys.readouterr().out
     assert shown == (
         f"the first training prompt as the target reads it, {count} tokens:\n"
-        f"    {asked}</s>\n    the[the answer begins here]\n"
+        f"    {asked}</s>\n    the[the output begins here]\n"
     )
     monkeypatch.setattr("distill.dry_run.EXAMPLE", 5)
     print_example(prompts.training.ids[0], load_tokenizer(target.spec))

@@ -165,7 +165,7 @@ def test_another_run_uses_the_answers_that_are_there(job, tmp_path, capsys):
         """How many answers are made, of how many: the held-out prompts' first, where there are."""
         keys = {"coverage_curve": True, "max_train_prompts": 100, "train_prompts": str(prompts)}
         assert run(job(tmp_path / name, name=name, **keys | changes)) == 0
-        return re.findall(r"(\d+) of (\d+) answers made", capsys.readouterr().out)
+        return re.findall(r"(\d+) of (\d+) generated", capsys.readouterr().out)
 
     assert made("first") == [("100", "100")]
     assert made("rate", learning_rate=1.0) == [("0", "100")]
@@ -285,8 +285,8 @@ def test_the_terminal_names_each_stage_and_shows_nothing_that_a_user_cannot_mend
     stages = re.findall(r"^\[ *(\d+):(\d\d)\] (.+)$", done.stdout, flags=re.MULTILINE)
     assert [name for *_, name in stages] == [
         "Check the pair, collect prompts",
-        "The target answers the training prompts",
-        "Prepare the draft",
+        "Generate the target's outputs",
+        "Prepare the base draft",
         "Distil the draft",
         "Save the draft",
         "Measure the drafts",

@@ -346,5 +346,5 @@ def test_a_loss_that_is_not_a_number_names_the_answers(tmp_path, train, tiny_mod
     answers = made_answers(8)
     for answer in answers:
         answer.top_logprobs[:] = float("nan")
-    with pytest.raises(ValueError, match=r"loss is nan at step 1, on answers \[.*\] of the cache"):
+    with pytest.raises(ValueError, match=r"loss is nan at step 1, on outputs \[.*\] of the cache"):
         train(tiny_model(), answers, recipe_in(tmp_path))

@@ -283,7 +283,7 @@ def test_a_function_to_write_is_asked_for_by_its_code_and_its_docstring(tokenize
         code + "    return a\n",
         "def f(a):\n    3\n",
     ):
-        with pytest.raises(PromptError, match="Prompt '1' is no Python function"):
+        with pytest.raises(PromptError, match="Prompt '1' is not a Python function"):
             in_chat_form([Prompt("1", no_task)], "{docstring} {code}", tokenizer.chat_template)
 
 

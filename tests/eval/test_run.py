@@ -156,7 +156,7 @@ def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys
     calls, whole = counted("whole"), loaded(tmp_path / "whole")
     assert whole["provenance"]["resumed"] is False
     cut = counted("cut", 40)
-    assert "target texts 1, step costs 1" in capsys.readouterr().err
+    assert "target outputs 1, step costs 1" in capsys.readouterr().err
     assert not (tmp_path / "cut" / "report" / "report.json").exists()
     # only a row that was begun and the stages' warm-ups are decoded a second time
     assert cut + counted("cut") <= calls + 20
@@ -199,7 +199,7 @@ def test_a_target_that_never_stops(folder, tmp_path):
     assert run(folder, tmp_path, *what, "--target", str(target)) == 0
     report = loaded(tmp_path)
     assert report["drafts"]["d"]["lossless"]["unexplained"] == 0
-    assert any("No token ends a response" in warning for warning in report["warnings"])
+    assert any("No token ends an output" in warning for warning in report["warnings"])
 
 
 def test_the_tau_that_the_log_of_alpha_tells_is_the_one_that_decoding_has(

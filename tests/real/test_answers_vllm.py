@@ -46,7 +46,7 @@ def test_vllm_goes_on_where_our_own_loop_stopped_in_one_store(
         assert run(load_recipe(["--recipe", "code", *words])) == 0
         return capsys.readouterr().out
 
-    assert "4 of 4 answers made" in shown("first", max_answers=4)
+    assert "4 of 4 generated" in shown("first", max_answers=4)
     # vLLM's distributions after our own answers' prompts are found to be the same model's
-    assert "8 of 12 answers made" in shown("more", max_answers=12, answers="vllm")
+    assert "8 of 12 generated" in shown("more", max_answers=12, answers="vllm")
     assert not running(str(tmp_path))

@@ -45,7 +45,9 @@ def test_the_notebook_ends_with_a_report_and_a_published_draft(tmp_path, monkeyp
     report = read_report(outputs / "explain" / "report" / "report.json")
     assert list(report.drafts) == ["untuned", "lookup", "tuned", "tuned+lookup"]
     assert not any(draft.lossless.unexplained for draft in report.drafts.values())
-    assert [text for text in said if "\n0 of 40 answers made" in text]  # cached outputs are used
+    assert [
+        text for text in said if "outputs: 0 of 40 generated" in text
+    ]  # cached outputs are used
     assert (drafts / "explain" / "model.safetensors").is_file()
     assert any('vllm serve explain-target --speculative-config \'{"method"' in t for t in said)
     assert len(said[-1].split()) > 10  # words of the target's answer

@@ -97,7 +97,7 @@ class Drafter(ABC):
     def teacher_forced(
         self, ids: list[int], text: list[int], sampling: Sampling, states: HiddenStates
     ) -> Tensor:
-        """q [R, V] at each token of the response `text` [R] to the prompt `ids`.
+        """q [R, V] at each token of the output `text` [R] to the prompt `ids`.
 
         q is zero if nothing would be proposed. states: the target's at all tokens except the last.
         """

@@ -41,9 +41,8 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
             )
         if folder != Path(spec) and _of_another_target(about, target):
             print(
-                f"{spec} was made for another target. Its trimmed-vocabulary checkpoint shares "
-                "that target's embedding and cannot draft here: taking the full-vocabulary "
-                "checkpoint.",
+                f"{spec} was made for another target, whose embedding its trimmed-vocabulary "
+                "checkpoint shares: taking the full-vocabulary checkpoint.",
                 file=sys.stderr,
             )
             break

@@ -131,7 +131,7 @@ def test_processes_make_the_cache_of_one_and_a_killed_run_goes_on(job, answered,
     for rank, (status, printed) in enumerate(resumed):
         assert status == 0, printed
         assert f"process {rank} of 3: 20 answers" in printed
-    assert "".join(printed for _, printed in resumed).count(": 240 tokens in") == 1
+    assert "".join(printed for _, printed in resumed).count(" 240 tokens in") == 1
     assert all(path.read_bytes() == content for path, content in before.items())
     # prompts are read together with others after a kill: other sums, then fp16
     same_answers(alone, Answers(Store(folder / "store"), names_of(prompts)), 2e-3)
@@ -249,7 +249,7 @@ def test_each_of_several_ends_of_text_ends_an_answer_and_is_taught(answered, tmp
 
 
 def test_answers_that_are_all_empty_are_an_error(answered):
-    with pytest.raises(ValueError, match="All 5 answers of the target are empty: it stops at its"):
+    with pytest.raises(ValueError, match="All 5 outputs of the target are empty"):
         answered(stops=frozenset(range(300)))
 
 

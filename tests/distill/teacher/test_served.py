@@ -248,7 +248,7 @@ def renamed_after(count):
     [
         ({"faults": [None] * 6 + [400] * 99}, "answered 400"),
         ({"faults": [None] * 6 + ["cut"] * 99}, "broke off"),
-        ({"mangle": renamed_after(6)}, "comes from model .*Nothing of it was kept"),
+        ({"mangle": renamed_after(6)}, "comes from model .*not stored"),
     ],
 )
 def test_a_fault_that_stays_loses_nothing(stand_in, served, asked, apart, changes, message):
@@ -357,7 +357,10 @@ def cut(choice, length=2, finish="length"):
         (lambda sent: sent.update(response((4, 9, 9))), "goes on after stop token 9"),
         (in_choice(lambda _, rows: rows[0].popitem()), "cache_top_k"),
         (in_choice(lambda _, rows: rows[0].update({"token_id:4": -3.0})), "chosen greedily"),
-        (in_choice(lambda _, rows: rows[0].update({"token_id:99": -2.4})), "beyond the 50"),
+        (
+            in_choice(lambda _, rows: rows[0].update({"token_id:99": -2.4})),
+            "beyond the target.s vocabulary of 50",
+        ),
         *((value(bad), "raw_logprobs") for bad in (float("nan"), -9999.0, 0.5, -0.1)),
         (value(float("-inf")), "raw_logprobs"),
     ],
@@ -492,7 +495,7 @@ def test_a_server_that_fails_while_it_is_measured_leaves_what_was_measured(
     plain, drafting = stand_in(), stand_in(**SPECULATES)
     drafting.faults = [None, None, 500]  # after the warm-up and a prompt
     recipe = served(plain, speculative_url=drafting.url)
-    with pytest.raises(ServerError, match="measured in part only, after 1 of 3 prompts"):
+    with pytest.raises(ServerError, match="only a part was measured, after 1 of 3 prompts"):
         run(recipe)
     assert read_report(recipe.folder / "report" / "report.json").prompts.n == 1
 
@@ -500,7 +503,7 @@ def test_a_server_that_fails_while_it_is_measured_leaves_what_was_measured(
 def test_a_dry_run_checks_the_server_and_makes_nothing(stand_in, served, capsys):
     recipe = served(stand_in(), dry_run=True)
     assert run(recipe) == 0
-    assert "fits this recipe" in capsys.readouterr().out
+    assert "serves the target of this recipe" in capsys.readouterr().out
     assert not recipe.folder.exists()
     with pytest.raises(ServerError, match="maximum context length is 15 tokens"):
         run(served(stand_in(max_model_len=15), dry_run=True))

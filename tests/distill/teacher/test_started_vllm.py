@@ -50,8 +50,8 @@ def test_a_run_answers_there_and_goes_on_as_one_that_answers_itself(
     recipe = job(tmp_path / "there", answers="vllm", **keys)
     assert run(recipe) == 0
     shown = capsys.readouterr().out
-    assert "answers: vllm, since the recipe names it" in shown
-    assert shown.count("2 of 2 answers made") == shown.count("9 of 9 answers made") == 1
+    assert "answers: vllm, because the recipe names it" in shown
+    assert shown.count("2 of 2 generated") == shown.count("9 of 9 generated") == 1
     ((server, target, arguments),) = started
     options = dict(pairwise(arguments))
     assert server.ended
@@ -68,7 +68,7 @@ def test_a_run_answers_there_and_goes_on_as_one_that_answers_itself(
     for by in ("local", "vllm"):
         assert run(job(tmp_path / by, answers=by, coverage_curve=True, **keys)) == 0
         shown = capsys.readouterr().out
-        assert shown.count("0 of 2 answers made") == shown.count("0 of 9 answers made") == 1
+        assert shown.count("0 of 2 generated") == shown.count("0 of 9 generated") == 1
     assert len(started) == 1
 
 

@@ -182,8 +182,8 @@ def built(model):
         return None, str(error)
 
 
-def row(family):
-    """The row of a family in the table."""
+def described(family):
+    """A family's model type, its decoder, and the note of its row in the table."""
     model = made(family)
     decoder, refusal = built(model)
     note = re.sub("^.*cannot be decoded here: |; use a .*$", "", refusal)
@@ -194,7 +194,7 @@ def row(family):
         note = "window"
     if decoder and "attention_chunk_size" in FAMILIES[family]:
         note = "chunk"
-    return f"| `{model.config.model_type}` | {kind} | {note} |"
+    return model.config.model_type, kind, note
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -259,22 +259,26 @@ def test_a_window_may_hide_whole_blocks_of_slots(dtype):
 
 
 def page():
-    rows = "\n".join(row(family) for family in FAMILIES)
+    groups = {}
+    for family in FAMILIES:
+        name, *rest = described(family)
+        groups.setdefault(tuple(rest), []).append(f"`{name}`")
+    order = sorted(groups, key=lambda group: (group[0] != "fused", group))
+    rows = "\n".join(f"| {' | '.join(group)} | {', '.join(groups[group])} |" for group in order)
     return f"""# Families of models
 
-Made by `python tests/eval/decoding/test_families.py` and kept up to date by its tests, from tiny
-random models of transformers' own classes.
+Find your model's `model_type` (in config.json) in the table. It is made by
+`python tests/eval/decoding/test_families.py`, from tiny random models of transformers' own classes.
 
 - **fused**: a fused forward written here, the fastest.
 - **Transformers**: the modules of transformers on our cache, as exact but slower.
 - **refused**: with an error when the model is loaded.
 
 Both forwards have the logits of transformers' own forward, in fp32 and within rounding in bf16,
-also in batches, after rejected tokens, and beyond a sliding window or a chunk (these are masks; the
-cache keeps the whole text). A family that is not here is tried on eight tokens when it is loaded,
-and refused if its logits differ.
+also in batches, after rejected tokens, and beyond a sliding window or a chunk. A family that is not
+here is tried on eight tokens when it is loaded, and refused if its logits differ.
 
-| `model_type` | decoder | attention window or chunk; reason of a refusal |
+| decoder | attention window or chunk; reason of a refusal | `model_type` |
 | --- | --- | --- |
 {rows}
 """

@@ -173,7 +173,10 @@ def test_a_server_that_refuses():
 
 def test_a_server_that_is_never_ready(monkeypatch):
     monkeypatch.setattr(local_vllm, "READY_SECONDS", 0)
-    with pytest.raises(ServerError, match=r"did not answer .* before it served"), serve_vllm("T"):
+    with (
+        pytest.raises(ServerError, match=r"did not answer .* before it was ready"),
+        serve_vllm("T"),
+    ):
         pass
 
 

@@ -150,7 +150,7 @@ def test_a_server_that_is_down(fake):
     [
         ({"counts": False}, "no counters vllm:spec_decode_*"),
         ({"metrics": False}, "no counters vllm:spec_decode_*"),
-        ({"other_drafts": 50}, "others used the server"),
+        ({"other_drafts": 50}, "other clients used the server"),
         ({"step": 1, "counts": True}, "nothing was drafted"),
     ],
 )
@@ -311,7 +311,7 @@ def test_a_draft_that_cannot_be_read_leaves_the_others(tmp_path, prompts, pair, 
     (tmp_path / "broken" / "config.json").write_text("{")
     broken = ["--draft", f"broken={tmp_path / 'broken'}"]
     assert command(prompts, tmp_path, *pair, *broken, "--gamma", "3") == 2
-    assert "measured in part only, broken" in capsys.readouterr().err
+    assert "only a part was measured, broken" in capsys.readouterr().err
     assert list(read_report(tmp_path / "report" / "report.json").drafts) == ["lookup", "own"]
     assert command(prompts, tmp_path, *pair[:2], *broken, "--gamma", "3") == 2
 

@@ -83,7 +83,7 @@ def test_no_part_of_a_parallel_draft_costs_less_than_nothing(
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock / 1000))
     monkeypatch.setattr(timing, "timed_step", lambda *_: taking(1.0))
     monkeypatch.setattr(type(own), "step", lambda *_: taking(step))
-    monkeypatch.setattr(type(own), "block", lambda *_: taking(block))
+    monkeypatch.setattr(type(own), "draft_at_once", lambda *_: taking(block))
     (costs,) = step_costs(target.decoder, [own], 30, 3, Sampling(), repeats=2)
     assert (costs.draft_step_ms, costs.draft_block_ms) == pytest.approx((token, once))
 

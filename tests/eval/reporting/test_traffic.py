@@ -154,7 +154,7 @@ def test_what_a_report_promises(run_info, measurement):
     promised = measured_acceptance(draft, "torch")
     assert [one.mean for one in promised] == [place.marginal.mean for place in draft.per_position]
     assert promised[0].drafts == 400
-    with pytest.raises(NotComparable, match="not of one length"):
+    with pytest.raises(NotComparable, match="several lengths"):
         measured_acceptance(draft, "transformers")
     stops = measurement("tuned", 0.6, gamma_policy="stops below 0.4")
     with pytest.raises(NotComparable, match=r"stops below 0.4.*--gamma N"):
