@@ -1,8 +1,8 @@
 """The comparison of two vocabularies, and what is wrong with a pair.
 
-A finding has a fix. All differences without effect on the output are one finding, TOK-017.
-docs/vocabulary.md lists the codes. Three of them are raised elsewhere: 000 (align/vocabulary.py)
-and 013 (align/sources.py) when files are read, 015 (eval/decoding/drafters/compact.py) at loading.
+A finding has a fix. All differences without effect on the output are one finding, TOK-017. Three
+codes are raised elsewhere: 000 (align/vocabulary.py) and 013 (align/sources.py) when files are
+read, 015 (eval/decoding/drafters/compact.py) at loading.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ DISTILLED = label("tuned")
 class Publication:
     """Facts of a card that are neither in the run nor in its reports.
 
-    name: the folder or the repository that the card's commands name. unmet: the conditions of the
-    gate that are not met.
+    name: the folder or the repository that the card's commands name. unmet: the conditions of
+    a publication that are not met.
     """
 
     name: str = "draft"

@@ -71,7 +71,7 @@ def _acceptance(
     rates of all draft tokens that learn this position. draft_tokens: the number of these tokens.
     """
 
-    def chances(states: Tensor, learned: Tensor) -> tuple[Tensor, Tensor]:
+    def rates(states: Tensor, learned: Tensor) -> tuple[Tensor, Tensor]:
         cached = batch.top_ids[learned], batch.top_logprobs[learned]
         parts = zip(*(part.split(CHUNK) for part in (states, *cached)), strict=True)
         each = [
@@ -82,13 +82,15 @@ def _acceptance(
         return accepted, lacking
 
     states, learned, _ = kind.head_input(model, batch)
-    chance, lacking = chances(states, learned)
+    accepted, lacking = rates(states, learned)
     count = len(batch.positions)
     # several draft tokens may learn the same position
-    draft_accepted = torch.zeros_like(chance[:count]).index_add_(0, learned, chance)
-    draft_tokens = torch.zeros_like(chance[:count]).index_add_(0, learned, torch.ones_like(chance))
+    draft_accepted = torch.zeros_like(accepted[:count]).index_add_(0, learned, accepted)
+    draft_tokens = torch.zeros_like(accepted[:count]).index_add_(
+        0, learned, torch.ones_like(accepted)
+    )
     return ModelOutput(
-        accepted=chance[:count],
+        accepted=accepted[:count],
         lacking=lacking[:count],
         draft_accepted=draft_accepted,
         draft_tokens=draft_tokens,

@@ -235,9 +235,9 @@ class DraftTrainer(SFTTrainer):
             outputs = model(**inputs, seeds=inputs["index"], temperature=self.temperature)
         ids = inputs["input_ids"]
         parts = outputs.accepted, outputs.lacking, outputs.draft_accepted, outputs.draft_tokens
-        chances = torch.full((len(parts), ids.numel()), float(PADDING), device=ids.device)
-        chances[:, inputs["positions"]] = torch.stack(parts).float()
-        return None, tuple(chances.view(-1, *ids.shape)), inputs["labels"]
+        by_token = torch.full((len(parts), ids.numel()), float(PADDING), device=ids.device)
+        by_token[:, inputs["positions"]] = torch.stack(parts).float()
+        return None, tuple(by_token.view(-1, *ids.shape)), inputs["labels"]
 
     def create_accelerator_and_postprocess(self) -> None:
         state = PartialState()

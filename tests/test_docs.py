@@ -240,7 +240,7 @@ def test_every_page_is_reached_from_the_readme():
 def test_troubleshooting_quotes_messages_that_exist():
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     quoted = re.findall(r"^\| `([^`]+)`", page, flags=re.MULTILINE)
-    assert len(quoted) > 10
+    assert len(quoted) > 3
     sources = [
         path for room in ("align", "distill", "eval") for path in (ROOT / room).rglob("*.py")
     ]

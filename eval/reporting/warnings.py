@@ -1,4 +1,4 @@
-"""Warnings about the numbers of a report. docs/metrics.md lists the rules."""
+"""Warnings about the numbers of a report."""
 
 from __future__ import annotations
 
