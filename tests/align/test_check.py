@@ -320,8 +320,6 @@ def test_without_a_corpus_coverage_is_weighted_by_english_text(pair):
         ("corpus.txt.gz", b"plain"),
         ("corpus.txt.gz", gzip.compress(b"a", mtime=0)[:-9]),
         ("prompts.jsonl", b'{"prompt": "a"}\n{'),
-        ("prompts.jsonl", b"[1]"),
-        ("prompts.jsonl", b'{"messages": [{}]}'),
         ("prompts.jsonl", b'{"prompt": null}'),
     ],
 )

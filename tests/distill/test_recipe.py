@@ -165,7 +165,6 @@ def test_a_value_that_is_missing_ends_with_status_2(arguments):
         ("learning_rate: true", "true"),
         ("learning_rate: .nan", ".nan"),
         ("learning_rate: -0.1", "-0.1"),
-        ("max_steps: many", "many"),
         ("max_steps: -2", "-2"),
         ("num_train_epochs: 0", "0"),
         ("per_device_train_batch_size: 0", "0"),
@@ -177,9 +176,7 @@ def test_a_value_that_is_missing_ends_with_status_2(arguments):
         ("max_train_prompts: null", "null"),
         ("top_p: 1.5", "1.5"),
         ("adam_beta2: 1", "1"),
-        ("teacher_temperature: 1.5", "1.5"),
         ("domain: ''", "''"),
-        ("held_out_prompts: -1", "-1"),
     ],
 )
 def test_ill_typed_values_are_refused(loaded, line, value):

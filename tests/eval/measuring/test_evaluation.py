@@ -54,8 +54,6 @@ def key(tiny_llama, drafter):
     "changes",
     [
         {"how": dataclasses.replace(HOW, sampling=Sampling(0.8))},
-        {"how": dataclasses.replace(HOW, sampling=Sampling(0.7, top_k=5))},
-        {"how": dataclasses.replace(HOW, sampling=Sampling(0.7, top_p=0.9))},
         {"how": dataclasses.replace(HOW, stops=frozenset({4}))},
         {"how": dataclasses.replace(HOW, max_new_tokens=21)},
         {"how": dataclasses.replace(HOW, seed=2)},

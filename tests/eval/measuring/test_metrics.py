@@ -261,6 +261,8 @@ def test_speed_against_a_plain_loop(seed):
     ]
     rng.shuffle(baseline)
     rows, sides = prompt_table(runs, baseline), []
+    paired = {row.id: row.baseline_tokens for row in rows}
+    assert paired == {run.prompt_id: len(run.tokens) for run in baseline}
     for side, rate, column in (
         (runs, metrics.TOKENS_PER_S, "prefill_seconds"),
         (baseline, metrics.BASELINE_TOKENS_PER_S, "baseline_prefill_seconds"),
@@ -295,14 +297,12 @@ def test_speed_against_a_plain_loop(seed):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: alpha(),
         lambda: alpha(Agreement("a", None, 0.0, 0)),
         lambda: tau([]),
         lambda: tau([make_run("a", (1,), (2,), (1.0,), cut=1)]),  # only a cut block
         lambda: metrics.mean_drafted([]),
         lambda: measured(metrics.ACCEPTED_OVER_DRAFTED, table([make_baseline()])),
         lambda: metrics.per_position(table([make_baseline()])),
-        lambda: measured(metrics.SPEEDUP, []),
         lambda: metrics.itl_ms([make_baseline(tokens=1)]),
     ],
 )
@@ -327,7 +327,6 @@ def test_other_prompts_in_the_baseline_and_double_ones_are_an_error(runs, baseli
         ({"accepted": [1, 0, 3]}, "accepted 3 of 2"),
         ({"accepted": [1, 0, 1]}, "one more is due"),
         ({"block_seconds": [1.0, -1.0, 1.0]}, "a time is zero or negative"),
-        ({"block_seconds": [0.0, 0.0, 0.0]}, "a time is zero or negative"),
     ],
 )
 def test_a_log_that_contradicts_itself_is_refused(change, message):
