@@ -187,9 +187,7 @@ def _engines(pair: Comparison) -> Iterator[EngineVerdict]:
                 "output has another distribution than the target's (seen in 5.23)",
             )
         else:
-            padding = (
-                "refused, though only padding differs; a run exports drafts of the target's size"
-            )
+            padding = "refused, though only padding differs; a run exports the target's size"
             yield EngineVerdict("transformers", "no", f"{sizes}: {padding}")
         heterogeneous = "needs use_heterogeneous_vocab, and then drafts greedily"
         yield EngineVerdict("vLLM", "yes", f"{sizes}: {heterogeneous}")

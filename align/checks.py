@@ -99,9 +99,7 @@ class Comparison:
         return "intersection" if shared else "disjoint"
 
     def coverage(self, texts: Sequence[str]) -> float:
-        """Share of the tokens in the texts that the draft has, too. Without texts: of all tokens of
-        the target.
-        """
+        """Share of the target's tokens (in the texts, if there are any) that the draft has, too."""
         target, draft = self.both
         # verbose: transformers would warn of texts longer than its model_max_length
         encoded = target.tokenizer(list(texts), add_special_tokens=False, verbose=False)

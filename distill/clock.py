@@ -146,8 +146,6 @@ def answers_in_time(
         more = int(SAFETY * left * new / took)
         if more < max(1, first // 2):
             if made == first and left < 0:
-                print(
-                    f"Warning: {made} outputs took more than a third of the minutes; raise minutes."
-                )
+                print(f"Warning: {made} outputs took over a third of the minutes; raise minutes.")
             return answers
         new = min(more, len(lacking) - made)

@@ -82,10 +82,7 @@ def print_gain(recipe: Recipe, pair: Pair, prompts: list[list[int]], target: Tar
         print(f"{name:>10}  {c:>6.3f}  {shown:>26}  {ceiling:>12.2f}x")
         ceilings.append(ceiling)
     if max(ceilings) <= 1:
-        print(
-            "error: even a perfect draft would be slower than the target alone; use a smaller one.",
-            file=sys.stderr,
-        )
+        print("error: even a perfect draft would gain nothing; use a smaller one.", file=sys.stderr)
         return 1
     return 0
 
@@ -93,8 +90,7 @@ def print_gain(recipe: Recipe, pair: Pair, prompts: list[list[int]], target: Tar
 def print_memory(recipe: Recipe, longest: int, answers: int, answers_here: bool) -> None:
     """Print the needs of the stage with most memory, and what this machine has.
 
-    longest: tokens of the longest prompt. answers: number of outputs to train on. answers_here:
-    whether the reference decoder generates them.
+    longest: tokens of the longest prompt. answers: number of outputs. answers_here: by us.
     """
     target = load_config(recipe.target).get_text_config()
     size = getattr(torch, recipe.dtype).itemsize

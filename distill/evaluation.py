@@ -114,9 +114,7 @@ def _measured_served(recipe: Recipe, prompts: Prompts, made_by: dict[str, Any]) 
         f"    {command}\n\nand run the same command again"
     )
     if recipe.speculative_url is None:
-        print(
-            f"\nThe draft is complete, but not measured. {advice} with --speculative_url http://…."
-        )
+        print(f"\nThe draft is complete, not measured. {advice} with --speculative_url http://….")
         return None
     assert recipe.answer_url is not None
     try:

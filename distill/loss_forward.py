@@ -86,9 +86,8 @@ def _acceptance(
     count = len(batch.positions)
     # several draft tokens may learn the same position
     draft_accepted = torch.zeros_like(accepted[:count]).index_add_(0, learned, accepted)
-    draft_tokens = torch.zeros_like(accepted[:count]).index_add_(
-        0, learned, torch.ones_like(accepted)
-    )
+    ones = torch.ones_like(accepted)
+    draft_tokens = torch.zeros_like(ones[:count]).index_add_(0, learned, ones)
     return ModelOutput(
         accepted=accepted[:count],
         lacking=lacking[:count],

@@ -110,9 +110,8 @@ def check_models(recipe: Recipe) -> Pair:
         keeps_layers = recipe.kind.language_model
         check_prunable(target.config, recipe.num_draft_layers if keeps_layers else 0)
         if recipe.draft_vocab_size is not None:
-            choose_tokens(
-                torch.zeros(target.vocab_size), recipe.draft_vocab_size, forced_tokens(target)
-            )
+            mass = torch.zeros(target.vocab_size)
+            choose_tokens(mass, recipe.draft_vocab_size, forced_tokens(target))
     layers = recipe.kind.target_layers(target.config, published)
     return Pair(target, draft, verdict, strategy, vocab_map, layers, mask)
 
@@ -133,7 +132,7 @@ def with_published_kind(recipe: Recipe) -> Recipe:
                 "name a draft of this kind, or leave drafter out."
             )
         return recipe
-    entries = published.head_size(read_json(folder / "config.json"))
+    size = published.head_size(read_json(folder / "config.json"))
     text = load_config(recipe.target).get_text_config()
     if recipe.drafter not in (None, published.name):
         raise ValueError(
@@ -141,10 +140,8 @@ def with_published_kind(recipe: Recipe) -> Recipe:
             f"{published.name!r}; leave drafter out."
         )
     published.check_config(folder, text)
-    keys = {
-        "drafter": published.name,
-        "draft_vocab_size": None if entries == text.vocab_size else entries,
-    }
+    trimmed = None if size == text.vocab_size else size
+    keys = {"drafter": published.name, "draft_vocab_size": trimmed}
     return build_recipe(recipe.values() | keys)
 
 

@@ -41,7 +41,7 @@ def prepare_draft(
     folder = recipe.folder / "prepared"
     # a finished run has deleted FULL_HEAD
     if not (folder / (FULL_HEAD if recipe.kind.language_model else PREPARED)).exists():
-        _write_base_draft(recipe, pair, load(), answers, folder)
+        _write_base(recipe, pair, load(), answers, folder)
     shape = f"{recipe.num_draft_layers} layers" if recipe.kind.language_model else recipe.kind_name
     if recipe.draft_vocab_size is not None:
         lost = read_json(folder / PREPARED)["lost_mass"]
@@ -50,9 +50,7 @@ def prepare_draft(
     return read_prepared(recipe, pair)
 
 
-def _write_base_draft(
-    recipe: Recipe, pair: Pair, target: Target, answers: Answers, folder: Path
-) -> None:
+def _write_base(recipe: Recipe, pair: Pair, target: Target, answers: Answers, folder: Path) -> None:
     """Write a base draft made from the target, and its head's lost mass, into the folder."""
     mass = domain_mass(answers, pair.vocab_size)
     ids = None

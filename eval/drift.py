@@ -62,9 +62,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="an earlier page /metrics: only later counts are compared. With a URL the file is "
         "updated, or created",
     )
-    parser.add_argument(
-        "--draft", help="name of the draft in the report; default: tuned, else the last"
-    )
+    parser.add_argument("--draft", help="its name in the report; default: tuned, else the last")
     return parser.parse_args(argv)
 
 

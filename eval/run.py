@@ -79,10 +79,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="JSON",
         help='arguments of the chat template, as {"enable_thinking": false}',
     )
-    add("--max_prompt_length", type=int, help="most tokens of a prompt; default: by the context")
-    add("--long_prompts", choices=get_args(LongPrompts), default="error", help="longer prompts")
+    add("--max_prompt_length", type=int, help="most tokens of a prompt; default: what fits")
+    add("--long_prompts", choices=get_args(LongPrompts), default="error", help="for longer prompts")
     add("--run", type=Path, help="output folder of a training run: the defaults are its settings")
-    add("--output_dir", type=Path, default=Path("outputs/eval"), help="with --run: the run's")
+    add("--output_dir", type=Path, default=Path("outputs/eval"), help="with --run: that folder")
     add("--temperature", type=float, default=0.0)
     add("--top_k", type=int)
     add("--top_p", type=float, default=1.0)
@@ -101,9 +101,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="draft length; default: chosen on prompts that are not evaluated; engine vllm takes "
         "several, as 2,4; with --base_url: the draft length of the servers",
     )
-    add("--max_gamma", type=int, default=6)
+    add("--max_gamma", type=int, default=6, help="longest draft length that is tried")
     add("--max_prompts", type=int, help="most prompts; the seed draws them")
-    add("--speed_prompts", type=int, default=40)
+    add("--speed_prompts", type=int, default=40, help="most prompts that are timed")
     add(
         "--tuning_prompts", type=int, default=8, help="prompts set aside to choose the draft length"
     )
@@ -136,8 +136,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="of both models; auto: the target's layers over all GPUs, the draft on the first",
     )
     add("--seed", type=int, default=42)
-    add("--fail_under_alpha", type=float)
-    add("--fail_under_speedup", type=float)
+    add("--fail_under_alpha", type=float, help="status 1 if the lower bound is below")
+    add("--fail_under_speedup", type=float, help="status 1 if the lower bound is below")
     parser.set_defaults(tuning=None, overlap=None)
     args = parser.parse_args(argv)
     if args.run is not None:

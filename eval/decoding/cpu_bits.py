@@ -67,10 +67,7 @@ class BlockAttention:
             at = to
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """The attention [T, heads, D] of q [1, heads, T, D].
-
-        keys, values: [1, key heads, S, D]. D: size of a head.
-        """
+        """The attention [T, heads, D] of q [1, heads, T, D]; keys, values: [1, key heads, S, D]."""
         attend = self._together if self.together else self._apart
         pieces = [
             attend(q[:, :, at:to], keys[:, :, :length], values[:, :, :length], mask)

@@ -70,10 +70,7 @@ class PromptRun:
         return len(self.block_tokens) - int(self.last_truncated and bool(self.block_tokens))
 
     def problem(self, steps_known: bool) -> str | None:
-        """How the log contradicts itself, or None.
-
-        steps_known: whether `drafted` and `accepted` are set.
-        """
+        """How the log contradicts itself, or None. steps_known: drafted and accepted are set."""
         calls, first = len(self.block_tokens), self.prefill_tokens
         if not len(self.block_seconds) == len(self.drafted) == len(self.accepted) == calls:
             return "block_seconds, block_tokens, drafted and accepted differ in length"

@@ -143,9 +143,7 @@ class Comparison:
         self.baseline, *self.drafting = contenders
         self.prompts, self.decoding, self.loads, self.text_of = prompts, decoding, loads, text_of
         self.greedy = replace(decoding, sampling=Sampling())
-        self.rounds = [
-            asked for load in loads for asked in concurrent_rounds(prompts.prompts, load)
-        ]
+        self.rounds = [r for load in loads for r in concurrent_rounds(prompts.prompts, load)]
 
     def run(self, order: Callable[[int, int, int], Iterator[Visit]]) -> None:
         """Make all visits in this order, without the work of contenders that failed."""

@@ -36,9 +36,7 @@ class StepCosts:
         dict[int, Quantity], Field(description="by number of tokens in the call")
     ]
     context_length: Count
-    draft_block_ms: Quantity = Field(
-        default=0.0, description="once for each draft, besides its steps"
-    )
+    draft_block_ms: Quantity = Field(default=0.0, description="for each draft, besides its steps")
 
     @property
     def longest_draft(self) -> int:

@@ -65,12 +65,10 @@ class Agreement:
 
 # Fields of a draft's report that only the reference decoder can measure, and why others cannot.
 REFERENCE_ONLY = {
-    **dict.fromkeys(
-        ("alpha", "atlas"), "the engine returns no distributions; measure with --engine torch"
-    ),
+    **dict.fromkeys(("alpha", "atlas"), "not measured in an engine; use --engine torch"),
     **dict.fromkeys(
         ("costs", "c", "verify_ratio", "predicted_speedup", "decode_efficiency", "payoff"),
-        "single steps are not timed in an engine; measure with --engine torch",
+        "single steps are not timed in an engine; use --engine torch",
     ),
 }
 

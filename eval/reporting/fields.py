@@ -119,7 +119,7 @@ class DraftReport(Part):
     tokens_per_s: Both[Measured] = Field(description="emitted tokens / seconds, prefill included")
     ttft_ms: Both[Measured] = Field(description="time to the first token.")
     itl_ms: Both[Latency] = Field(
-        description="between tokens: a step's time, spread over its tokens."
+        description="between tokens; a step's time is spread over its own."
     )
     memory: Memory | None
     payoff: Payoff | None

@@ -135,6 +135,6 @@ def _about_gains(report: Report) -> Iterator[ReportWarning]:
                 )
         elif acceptance and acceptance.ci95 and acceptance.ci95[0] <= 0 <= acceptance.ci95[1]:
             text = (
-                f"The interval of the acceptance gain contains 0 ({name} over {label(gain.over)})."
+                f"The interval of the acceptance gain of {name} over {label(gain.over)} contains 0."
             )
             yield ReportWarning("no-acceptance-gain", text)
