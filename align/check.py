@@ -24,6 +24,7 @@ from pydoc_data.topics import topics
 from typing import Any, Literal, get_args
 
 from align.checks import Comparison, Finding, Relation, find, find_by_weights
+from align.errors import UserError
 from align.sources import SourceError, resolve_file
 from align.vocabulary import Vocabulary, read_vocabulary
 
@@ -79,7 +80,7 @@ def check_pair(
     """Compare the vocabularies of two models by their specs (`align.sources`).
 
     weights: also load the models and run them on a text (TOK-016). corpus: a text or prompt file
-    whose tokens weight the coverage. Raises ValueError for input that is missing or ill-formed.
+    whose tokens weight the coverage. Raises UserError for input that is missing or ill-formed.
     """
     target_side = read_vocabulary(target, weights)
     draft_side = target_side if draft == target else read_vocabulary(draft, weights)
@@ -126,7 +127,7 @@ def choose_strategy(verdict: Verdict, asked: str, tuned: bool) -> Strategy:
     """The vocabulary mapping of a run: the requested one, or the verdict's for "auto".
 
     If the ids already agree, the verdict's mapping replaces a requested one that would change ids.
-    tuned: the draft will be trained. Raises ValueError if no mapping or not this one is lossless.
+    tuned: the draft will be trained. Raises UserError if no mapping or not this one is lossless.
     """
     assert asked in ("auto", *get_args(Strategy)), asked
     best = verdict.tuned_strategy if tuned else verdict.strategy
@@ -135,7 +136,7 @@ def choose_strategy(verdict: Verdict, asked: str, tuned: bool) -> Strategy:
         return " ".join(str(f) for f in verdict.findings if {f.code, f.severity} & {*names})
 
     if best is None:
-        raise ValueError(
+        raise UserError(
             f"Draft {verdict.draft!r} cannot draft for {verdict.target!r}{', if trained' * tuned}: "
             f"{reasons('fatal', 'TOK-012' if tuned else 'fatal')}"
         )
@@ -149,7 +150,7 @@ def choose_strategy(verdict: Verdict, asked: str, tuned: bool) -> Strategy:
     # a draft is trained in the target's ids
     lossless = lossless - {"intersection"} if tuned else lossless | {"intersection"}
     if asked not in lossless:
-        raise ValueError(
+        raise UserError(
             f"strategy {asked!r} does not fit {verdict.draft!r} (relation of the vocabularies: "
             f"{verdict.relation}); use {best!r}, or auto. "
             f"{reasons('TOK-001', 'TOK-012')}"
@@ -252,7 +253,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         verdict = check_pair(args.target, args.draft, args.weights, args.corpus)
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if args.json:

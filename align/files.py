@@ -21,13 +21,15 @@ from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
+from align.errors import UserError
+
 
 @contextmanager
 def atomic_file(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
     """Open a new file (mode "w", UTF-8, or "wb") that replaces `path` when the block has ended.
 
     If the block raises, `path` keeps its earlier content.
-    Raises DiskFullError if the disk is full.
+    Raises UserError if the disk is full.
     """
     assert mode in ("w", "wb"), mode
     with _partial_of(Path(path)) as partial:
@@ -39,7 +41,7 @@ def atomic_file(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content` as JSON to a new file `path`. Raises DiskFullError if the disk is full."""
+    """Write `content` as JSON to a new file `path`. Raises UserError if the disk is full."""
     with atomic_file(path) as file:
         json.dump(content, file, indent=2)
 
@@ -50,7 +52,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 
     An earlier folder `path` is replaced as a whole; if the block raises, it stays. If the process
     dies between the two renames of a replacement, the next call restores the earlier folder.
-    Raises DiskFullError if the disk is full.
+    Raises UserError if the disk is full.
     """
     path = Path(path)
     with _partial_of(path) as partial:
@@ -142,13 +144,9 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-class DiskFullError(OSError):
-    """The disk is full; the message names the file and the remedy."""
-
-
 @contextmanager
 def disk_full_explained(path: Path) -> Iterator[None]:
-    """Replace the exceptions that a full disk causes by a DiskFullError that names `path`."""
+    """Replace the exceptions that a full disk causes by a UserError that names `path`."""
     try:
         yield
     except Exception as error:
@@ -156,16 +154,15 @@ def disk_full_explained(path: Path) -> Iterator[None]:
         code = error.errno if isinstance(error, OSError) else None
         if code not in (errno.ENOSPC, errno.EDQUOT) and "No space left on device" not in str(error):
             raise
-        raise DiskFullError(
-            code or errno.ENOSPC,
-            f"The disk is full: {path} could not be written; its earlier content is "
-            "unchanged. Free some space or choose another folder, then run the same command again",
+        raise UserError(
+            f"The disk is full: {path} could not be written; its earlier content is unchanged. "
+            "Free some space or choose another folder, then run the same command again."
         ) from error
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """Raise ValueError if this process cannot create the folder or write into it."""
+    """Raise UserError if this process cannot create the folder or write into it."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         reason = "is read-only for you" if nearest.is_dir() else "is a file"
-        raise ValueError(f"{folder} cannot be written, because {nearest} {reason}; name another.")
+        raise UserError(f"{folder} cannot be written, because {nearest} {reason}; name another.")

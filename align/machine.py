@@ -18,6 +18,8 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, get_int_from_env
 
+from align.errors import UserError
+
 T = TypeVar("T")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
@@ -26,16 +28,12 @@ _GLIBC = platform.libc_ver()[0] == "glibc"
 _host_groups: list[Any] = []  # one gloo group of all processes, if a run has several
 
 
-class ProcessError(ValueError):
-    """The launched processes cannot do the run together: value, reason, remedy."""
-
-
 def join_processes(on_cpu: bool, timeout: float) -> int:
     """Join the other processes of this run. Returns the number of processes on this machine.
 
     Call it before any other use of accelerate's state, because the process group keeps its first
     timeout. timeout: seconds that a process waits for the others; one of them may work alone for
-    minutes. Raises ProcessError if fewer processes started than were requested, for DeepSpeed, and
+    minutes. Raises UserError if fewer processes started than were requested, for DeepSpeed, and
     for a setting under which models would be loaded without weights.
     """
     world_size = get_int_from_env(["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"], 1)
@@ -46,25 +44,25 @@ def join_processes(on_cpu: bool, timeout: float) -> int:
     # them and sets WORLD_SIZE, and the launcher calls torchrun for GPUs only.
     started_one = "ACCELERATE_USE_CPU" in os.environ and "WORLD_SIZE" not in os.environ
     if started_one and "MASTER_PORT" in os.environ and world_size == 1:
-        raise ProcessError(
+        raise UserError(
             "Several processes were asked for, but the launcher started one: `accelerate launch "
             "--cpu` cannot start more. Add --config_file recipes/accelerate/cpu_2.yaml and "
             "--num_processes, or unset MASTER_PORT if one process is intended."
         )
     if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() in ("true", "1"):
-        raise ProcessError(
+        raise UserError(
             "fsdp_cpu_ram_efficient_loading is true: all processes but the first would load empty "
             "models, the target included. Set it to false in the accelerate config, as "
             "recipes/accelerate/fsdp2.yaml does."
         )
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("true", "1"):
-        raise ProcessError(
+        raise UserError(
             "DeepSpeed was launched, but its checkpoints cannot be read here; launch "
             "FSDP2 instead (--config_file recipes/accelerate/fsdp2.yaml)."
         )
     state = PartialState(cpu=on_cpu, timeout=datetime.timedelta(seconds=timeout))
     if state.num_processes != world_size:
-        raise ProcessError(
+        raise UserError(
             f"WORLD_SIZE is {world_size}, but {state.num_processes} process of this run was "
             "started; start it with `accelerate launch` or torchrun, or unset WORLD_SIZE."
         )

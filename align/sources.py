@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from align.errors import UserError
 from align.files import atomic_folder, locked, remove
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ _LLAMA3_ROPE = {  # the same in all released models
 _NOT_FROM_HUB = ("*/*", "consolidated*", "training_args.json", "trainer_state.json")
 
 
-class SourceError(ValueError):
+class SourceError(UserError):
     """A spec that cannot be resolved: value, reason, remedy."""
 
 
@@ -138,7 +139,7 @@ def resolve_checkpoint(spec: str, weights: bool = True, quantised: bool = False)
         return _converted(spec, path)
     if path.is_dir():
         folder = path
-    elif _on_hub(spec):
+    elif on_hub(spec):
         folder = _from_hub(spec, [*_TOKENIZER_FILES, *["*.safetensors"] * weights])
     else:
         raise SourceError(
@@ -165,7 +166,7 @@ def load_config(spec: str) -> PreTrainedConfig:
 
 def weights_cached(spec: str) -> bool:
     """True if the weights of a checkpoint can be read without fetching them from the Hub."""
-    if not _on_hub(spec):
+    if not on_hub(spec):
         return True
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -186,6 +187,20 @@ def weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         return sorted({folder / name for name in read_json(index)["weight_map"].values()})
     return sorted(folder.glob("*.safetensors"))
+
+
+@contextmanager
+def opened_weights(path: Path, framework: str = "pt", device: str = "cpu") -> Iterator[Any]:
+    """A safetensors file, memory-mapped. Raises SourceError if it is damaged or missing."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework, device) as file:
+            yield file
+    except (SafetensorError, FileNotFoundError) as error:
+        raise SourceError(
+            f"{path} is damaged ({error}); restore it, or delete its folder if a run has made it."
+        ) from error
 
 
 def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
@@ -484,7 +499,7 @@ def gguf_kind(spec: str) -> str | None:
     return LlamaFileType(field.contents()).name.removeprefix("MOSTLY_").removeprefix("ALL_")
 
 
-def _on_hub(spec: str) -> bool:
+def on_hub(spec: str) -> bool:
     """True if a spec has the form of a Hub id and is not a local file or folder."""
     return not Path(spec).expanduser().exists() and _HUB_ID.fullmatch(spec) is not None
 

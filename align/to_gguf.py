@@ -38,6 +38,7 @@ from gguf import (
 from gguf.quants import quant_shape_to_byte_shape, quantize
 from torch import Tensor
 
+from align.errors import UserError
 from align.files import atomic_file
 from align.sources import SourceError, llama3_factors, load_config, load_model, load_tokenizer
 
@@ -232,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         write_gguf(args.checkpoint, args.file, args.kind)
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{args.file}: {args.kind}, {args.file.stat().st_size / 1e6:.1f} MB")

@@ -14,6 +14,8 @@ from typing import Any, Literal, TypeGuard
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from align.errors import UserError
+
 # Kind and bytes. A plain tuple, not a class, because the garbage collector would walk through up to
 # 262k objects again and again.
 Token = tuple[Literal["normal", "special", "unused"], bytes]
@@ -36,15 +38,15 @@ def is_used(token: Token | None) -> TypeGuard[Token]:
 def tokens_of(tokenizer: PreTrainedTokenizerBase) -> list[Token | None]:
     """The token of every id of a fast tokenizer; None for an id that no token has.
 
-    Raises ValueError as `backend_of` and `backend_tokens` do.
+    Raises UserError as `backend_of` and `backend_tokens` do.
     """
     return backend_tokens(backend_of(tokenizer))
 
 
 def backend_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The content of the tokenizer's tokenizer.json. Raises ValueError for a slow tokenizer."""
+    """The content of the tokenizer's tokenizer.json. Raises UserError for a slow tokenizer."""
     if not tokenizer.is_fast:
-        raise ValueError(
+        raise UserError(
             f"{type(tokenizer).__name__} is a slow tokenizer, so the bytes of its tokens are "
             "unknown; add the tokenizer.json of its fast form, or use a model that has this file."
         )
@@ -55,7 +57,7 @@ def backend_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 def backend_tokens(backend: dict[str, Any]) -> list[Token | None]:
     """The token of every id of a parsed tokenizer.json; None for an id that no token has.
 
-    Raises ValueError if it is neither byte-level BPE nor SentencePiece-like, because then tokens
+    Raises UserError if it is neither byte-level BPE nor SentencePiece-like, because then tokens
     do not stand for bytes (WordPiece, for example, drops spaces).
     """
     model = backend["model"]
@@ -65,7 +67,7 @@ def backend_tokens(backend: dict[str, Any]) -> list[Token | None]:
         [backend.get("decoder"), backend.get("normalizer")], ensure_ascii=False
     )
     if not (byte_level or marks_spaces or model.get("byte_fallback")):
-        raise ValueError(
+        raise UserError(
             f"A tokenizer of model {model.get('type')!r} with the decoder "
             f"{'+'.join(sorted(kinds)) or None} is neither byte-level BPE nor SentencePiece, so "
             "its tokens do not stand for fixed bytes; use a causal language model's tokenizer."

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from align.errors import UserError
 from align.token_bytes import Token
 
 
@@ -21,13 +22,13 @@ def byte_units(tokens: Iterable[Token | None]) -> list[int]:
 def choose_tokens(mass: Tensor, size: int, forced: Iterable[int]) -> Tensor:
     """The `size` ids [K] with the most probability mass, and always `forced`, ascending.
 
-    mass: the target's probability of each token on the domain [V]. Raises ValueError for a `size`
+    mass: the target's probability of each token on the domain [V]. Raises UserError for a `size`
     below the number of `forced` or above V.
     """
     keep = torch.zeros(len(mass), dtype=torch.bool)
     keep[torch.tensor(sorted(set(forced)), dtype=torch.long)] = True
     if not int(keep.sum()) <= size <= len(mass):
-        raise ValueError(
+        raise UserError(
             f"draft_vocab_size {size} must be at least {int(keep.sum())} (stops, special tokens "
             f"and single bytes are always kept) and at most {len(mass)}, the target's "
             "vocabulary; choose a size between, or null to keep the whole head."

@@ -10,12 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
 
+from align.errors import UserError
 from align.sources import (
     SourceError,
     load_tokenizer,
+    opened_weights,
     read_json,
     resolve_checkpoint,
     weight_files,
@@ -159,7 +160,7 @@ def mask_token(vocabulary: Vocabulary) -> int:
     """An id that occurs in no text: the first entry after the last token, or a special token that
     is no stop and that neither the tokenizer nor the chat template adds to a text.
 
-    Raises ValueError if there is none.
+    Raises UserError if there is none.
     """
     if vocabulary.count < vocabulary.vocab_size:
         return vocabulary.count
@@ -168,7 +169,7 @@ def mask_token(vocabulary: Vocabulary) -> int:
     for token in reversed(vocabulary.backend.get("added_tokens", [])):
         if token["special"] and token["id"] not in used and token["content"] not in template:
             return int(token["id"])
-    raise ValueError(
+    raise UserError(
         f"The vocabulary of {vocabulary.spec} has no entry that no text uses, and a draft of "
         "kind pard needs one for its mask; use another drafter."
     )
@@ -190,13 +191,8 @@ def _parse(spec: str, folder: Path) -> Vocabulary:
         template = template.get("default")
     head_bias = False
     for path in filter(Path.is_file, weight_files(folder)):  # a Hub checkpoint may have none yet
-        try:
-            with safe_open(path, framework="numpy") as file:
-                head_bias |= any(name.endswith(_HEAD_BIASES) for name in file.keys())  # noqa: SIM118
-        except SafetensorError as error:
-            raise SourceError(
-                f"{path} is not a complete safetensors file ({error}); fetch or copy it again."
-            ) from error
+        with opened_weights(path, "numpy") as file:
+            head_bias |= any(name.endswith(_HEAD_BIASES) for name in file.keys())  # noqa: SIM118
     about = special_ids, stops, template, config, head_bias
     vocabulary = Vocabulary(spec, folder, tokenizer, backend, tokens, *about)
     # Gemma 3 1B has an image token beyond its vocab_size; no text contains it

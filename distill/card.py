@@ -51,7 +51,7 @@ def write_card(
 ) -> None:
     """Write the model card (README.md) of the run's draft to the folder, engines' reports first.
 
-    Raises ValueError for a recipe or a provenance that is missing or broken.
+    Raises UserError for a recipe or a provenance that is missing or broken.
     """
     recipe = build_recipe(read_yaml(run / "recipe.yaml"))
     reports = sorted(reports, key=lambda report: report.engine == REFERENCE)

@@ -27,7 +27,7 @@ CLOCK = "clock.json"
 ANSWERED, TRAINED, EVALUATED = 1 / 3, 2 / 3, 1.0  # shares of `minutes` at which a stage ends
 SAVING = 0.02  # share of `minutes` that training leaves for saving and export
 SAFETY = 0.9  # share of the time left that a round of outputs fills, at the last round's speed
-KEPT_EVERY = 20.0  # seconds between two writes of the time
+KEPT_EVERY = 5.0  # seconds between two writes of the time
 
 
 class Clock:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from align.errors import UserError
 from distill.drafters.batch import TrainingBatch
 from distill.drafters.kind import DraftKind
 from distill.losses import CHUNK, Divergence, acceptance, head_logits, head_loss
@@ -24,13 +25,13 @@ def give_loss_forward(model: PreTrainedModel, kind: DraftKind, divergence: Diver
     The loss is computed inside forward for DDP's gradient hooks, PEFT's adapters and autocast, and
     because FSDP has the whole head there only. The head is applied to response positions only.
     Called with a `temperature`, forward returns `_acceptance`. `take_loss_forward` undoes this.
-    Raises ValueError for a head with a bias or a softcap.
+    Raises UserError for a head with a bias or a softcap.
     """
     head: Any = model.get_output_embeddings()
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     if head.bias is not None or softcap:
         addition = "a bias" if head.bias is not None else f"softcap {softcap}"
-        raise ValueError(
+        raise UserError(
             f"TOK-012: the draft's head has {addition}, and the loss cannot compute it; use "
             "another draft, or leave draft out to prune the target."
         )

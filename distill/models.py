@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from safetensors import safe_open
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from align.check import Strategy, Verdict, choose_strategy, compare
+from align.errors import UserError
 from align.sources import (
     load_config,
     load_model,
+    opened_weights,
     read_json,
     refuse_quantised,
     resolve_checkpoint,
@@ -67,7 +68,7 @@ class Pair:
         call this again for an embedding that stays.
         """
         for path in weight_files(resolve_checkpoint(self.target.spec)):
-            with safe_open(path, "pt") as file:
+            with opened_weights(path) as file:
                 names = [n for n in file.keys() if n.endswith("embed_tokens.weight")]  # noqa: SIM118
                 if names:
                     embedding: Tensor = file.get_tensor(names[0])
@@ -78,11 +79,11 @@ class Pair:
 def check_models(recipe: Recipe) -> Pair:
     """The pair, read from files alone; no weights are fetched.
 
-    Raises ValueError where the draft cannot be made or trained; SourceError names files that
+    Raises UserError where the draft cannot be made or trained; SourceError names files that
     are missing, damaged, or of other tokenizers.
     """
     if recipe.device_map is not None and (processes := PartialState().num_processes) > 1:
-        raise ValueError(
+        raise UserError(
             f"device_map is auto, but {processes} processes were started, each of which would put "
             "the whole target on the same GPUs; start one (accelerate launch --num_processes 1), "
             "or use a server (answers: server)."
@@ -102,7 +103,7 @@ def check_models(recipe: Recipe) -> Pair:
     vocab_map = build_map(target, draft) if strategy in ("remap", "transplant") else None
     mask = mask_token(target) if recipe.kind.added_modules else None
     if recipe.cache_top_k > target.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"cache_top_k {recipe.cache_top_k} is more than the {target.vocab_size} tokens of the "
             "target's vocabulary; lower it."
         )
@@ -119,7 +120,7 @@ def check_models(recipe: Recipe) -> Pair:
 def with_published_kind(recipe: Recipe) -> Recipe:
     """The recipe with the kind and head size of its published `draft`; else the same recipe.
 
-    Raises ValueError for a draft of another kind than the recipe names, or of another target.
+    Raises UserError for a draft of another kind than the recipe names, or of another target.
     """
     if recipe.draft is None:
         return recipe
@@ -127,7 +128,7 @@ def with_published_kind(recipe: Recipe) -> Recipe:
     published = published_format(folder)
     if published is None:
         if not recipe.kind.language_model:
-            raise ValueError(
+            raise UserError(
                 f"drafter is {recipe.kind_name!r}, but draft {recipe.draft!r} is of another kind; "
                 "name a draft of this kind, or leave drafter out."
             )
@@ -135,7 +136,7 @@ def with_published_kind(recipe: Recipe) -> Recipe:
     size = published.head_size(read_json(folder / "config.json"))
     text = load_config(recipe.target).get_text_config()
     if recipe.drafter not in (None, published.name):
-        raise ValueError(
+        raise UserError(
             f"drafter is {recipe.drafter!r}, but draft {recipe.draft!r} is of kind "
             f"{published.name!r}; leave drafter out."
         )
@@ -146,17 +147,17 @@ def with_published_kind(recipe: Recipe) -> Recipe:
 
 
 def check_prunable(config: dict[str, Any], num_layers: int) -> None:
-    """Raise ValueError where no draft of any kind can be made from the target of that config.
+    """Raise UserError where no draft of any kind can be made from the target of that config.
 
     num_layers: the layers that a pruned draft keeps; 0 for kinds that keep none.
     """
     if config["model_type"] not in PRUNABLE:
-        raise ValueError(
+        raise UserError(
             f"A draft cannot be made from a target of type {config['model_type']!r}, only from "
             f"{', '.join(PRUNABLE)}; name a sibling with --draft, and --drafter sibling or pard."
         )
     if num_layers >= config["num_hidden_layers"]:
-        raise ValueError(
+        raise UserError(
             f"num_draft_layers {num_layers} must be at least 1 and below the target's "
             f"{config['num_hidden_layers']} layers; use a smaller number."
         )
@@ -170,7 +171,7 @@ def forced_tokens(target: Vocabulary) -> set[int]:
 def target_loader(recipe: Recipe, prompts: Prompts) -> functools._lru_cache_wrapper[Target]:
     """A function that loads the target at its first call. Its `cache_clear` frees the target.
 
-    The target's context is long enough for every prompt with its output. Raises ValueError if
+    The target's context is long enough for every prompt with its output. Raises UserError if
     the draft's context is shorter.
     """
     dtype, device = getattr(torch, recipe.dtype), target_device(recipe)
@@ -180,7 +181,7 @@ def target_loader(recipe: Recipe, prompts: Prompts) -> functools._lru_cache_wrap
     if recipe.sibling is not None and recipe.answers != "server":
         reads = longest_context(load_config(recipe.sibling).get_text_config())
         if reads < needed:
-            raise ValueError(
+            raise UserError(
                 f"draft {recipe.draft!r} reads {reads} positions, but the longest prompt and its "
                 f"output take {needed}; lower max_prompt_length, "
                 "max_new_tokens or answer_max_new_tokens, or name another draft."

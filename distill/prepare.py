@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from align.files import atomic_folder, write_json
-from align.sources import read_json, resolve_checkpoint
+from align.sources import opened_weights, read_json, resolve_checkpoint
 from align.trim import choose_tokens, coverage_curve, lost_mass
 from distill.drafters.kind import Draft, Origin
 from distill.models import Pair, forced_tokens, load_sibling
@@ -96,7 +96,10 @@ def read_prepared(recipe: Recipe, pair: Pair) -> Draft:
     folder = recipe.folder / "prepared"
     embedding = pair.target_embedding(getattr(torch, recipe.dtype))
     head = folder / FULL_HEAD
-    full = load_file(head)["full_head"] if head.exists() else None
+    full = None
+    if head.exists():
+        with opened_weights(head) as file:
+            full = file.get_tensor("full_head")
     return recipe.kind.load(folder, embedding)._replace(full_head=full)
 
 

@@ -15,11 +15,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from transformers import AutoConfig
-
 from align.files import atomic_folder, write_json
 from align.machine import from_first
-from align.sources import read_json
+from align.sources import load_config, read_json
 from align.vocabulary import Vocabulary
 from distill.recipe import Recipe
 from eval.decoding.build import longest_context
@@ -106,7 +104,13 @@ def _kept(recipe: Recipe) -> Prompts:
     ids = read_json(folder / IDS)
 
     def part(name: str, source: str) -> PromptSet:
-        prompts = load_prompts(str(folder / f"{name}.jsonl")) if ids[name] else []
+        path = folder / f"{name}.jsonl"
+        prompts = load_prompts(str(path)) if ids[name] else []
+        if len(prompts) != len(ids[name]):
+            raise PromptError(
+                f"{path} has {len(prompts)} prompts, but the run began with {len(ids[name])}; "
+                "restore the file, or start the run under another --name."
+            )
         return PromptSet(source, prompts, ids[name])
 
     return Prompts(
@@ -120,7 +124,7 @@ def _kept(recipe: Recipe) -> Prompts:
 
 def _chosen(recipe: Recipe, target: Vocabulary) -> Prompts:
     """The prompts that a recipe draws from its sources."""
-    config = AutoConfig.from_pretrained(target.folder).get_text_config()
+    config = load_config(recipe.target).get_text_config()
     room = longest_context(config) - recipe.max_gamma - 1
     lengths = recipe.max_prompt_length, recipe.long_prompts
 

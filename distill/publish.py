@@ -28,10 +28,10 @@ from collections.abc import Sequence
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HTTPError
-from safetensors import SafetensorError, safe_open
 
-from align.files import DiskFullError, atomic_folder, refuse_unwritable
-from align.sources import read_json, resolve_checkpoint
+from align.errors import UserError
+from align.files import atomic_folder, refuse_unwritable
+from align.sources import opened_weights, read_json, resolve_checkpoint, weight_files
 from distill.card import Publication, derived_licence, draft_weights, in_one_file, write_card
 from distill.export import FULL_FORM
 from distill.recipe import read_yaml
@@ -53,27 +53,21 @@ SAME_CHOICE, TRIMMED_PROBABILITY = 0.99, 0.005
 OURS = ["*.safetensors", "*.safetensors.index.json", "compact/*"]
 
 
-class PublishError(ValueError):
+class PublishError(UserError):
     """The run cannot be published yet, or the Hub refused it."""
 
 
 def check_files(run: Path) -> None:
-    """Raise PublishError, or another ValueError, where a file of the run is missing or broken."""
+    """Raise PublishError, or another UserError, where a file of the run is missing or broken."""
     if not run.is_dir():
         raise PublishError(f"{run} is not a folder; give the output folder of a finished run")
     for name in NEEDED:
         path = _present(run / name)
         _ = read_yaml(path) if path.suffix == ".yaml" else read_json(path)
     draft = run / "draft"
-    index, shards = draft / "model.safetensors.index.json", {"model.safetensors"}
-    if index.exists():
-        shards = set(read_json(index)["weight_map"].values())
-    for path in (_present(draft / shard) for shard in sorted(shards)):
-        try:
-            with safe_open(path, framework="numpy"):  # compares header and file size
-                pass
-        except SafetensorError as error:
-            raise PublishError(f"{path} is broken ({error}): start the run again") from None
+    for path in weight_files(draft) or [draft / "model.safetensors"]:
+        with opened_weights(_present(path), "numpy"):  # compares header and file size
+            pass
 
 
 def _present(path: Path) -> Path:
@@ -160,7 +154,7 @@ def publish(
 
     to: None checks the run and writes the card of its own draft; a push then copies it to
     `published/` in the run. reports: as for `reports_of`. licence: None derives it from target and
-    draft. Raises ValueError for an incomplete run or an unmet condition, before anything is
+    draft. Raises UserError for an incomplete run or an unmet condition, before anything is
     written, and if the Hub refuses the upload.
     """
     check_files(run)
@@ -268,7 +262,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("--public needs --push_to_hub")
     try:
         publish(**vars(args))
-    except (ValueError, DiskFullError) as error:
+    except (UserError, PermissionError) as error:
         parser.exit(2, f"error: {error}\n")
 
 

@@ -23,6 +23,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from align.errors import UserError
 from distill.drafters.kind import DraftKind, kinds
 from distill.losses import LossName
 from distill.teacher.store import AnswerSettings
@@ -33,7 +34,7 @@ from eval.prompts import LongPrompts
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 
-class RecipeError(ValueError):
+class RecipeError(UserError):
     """A recipe that cannot be used. The message has key or file, reason and remedy."""
 
 

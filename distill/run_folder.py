@@ -22,7 +22,7 @@ from distill.prompt_sets import Prompts, keep_prompts
 from distill.recipe import Recipe, RecipeError, chosen_loss, dump, read_yaml
 from distill.teacher.answers import USED
 from distill.teacher.store import names_of
-from distill.trainer import last_checkpoint
+from distill.trainer import last_checkpoint, mark_complete, processes_of
 from eval.prompts import prompts_sha256
 
 # Keys that may change between two starts of a run.
@@ -116,6 +116,9 @@ def delete_training_state(folder: Path) -> None:
     for checkpoint in folder.glob("checkpoint-*"):
         if checkpoint != last:
             remove(checkpoint)
-    spent = [path for pattern in _SPENT if last is not None for path in last.glob(pattern)]
-    for path in [*spent, folder / "prepared" / "full_head.safetensors"]:
-        remove(path)
+    if last is not None:
+        spent = [path for pattern in _SPENT for path in last.glob(pattern)]
+        mark_complete(last, str(processes_of(last)), spent)
+        for path in spent:
+            remove(path)
+    remove(folder / "prepared" / "full_head.safetensors")

@@ -19,7 +19,8 @@ os.environ.setdefault("TQDM_DELAY", "1")  # read at tqdm's import; hides bars of
 
 from accelerate import PartialState
 
-from align.files import DiskFullError, refuse_unwritable
+from align.errors import UserError
+from align.files import refuse_unwritable
 from align.machine import free_memory, join_processes, use_machine
 from align.sources import cache_folder, read_json
 from distill.clock import Clock, answers_in_time
@@ -138,7 +139,7 @@ def main(argv: list[str]) -> int:
         warnings.filterwarnings("ignore", message=message)
     try:
         return run(load_recipe(argv))
-    except (ValueError, DiskFullError) as error:
+    except (UserError, PermissionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

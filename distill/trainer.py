@@ -31,10 +31,13 @@ from transformers import (
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTConfig, SFTTrainer
 
-from align.files import atomic_file, disk_full_explained
+from align.errors import UserError
+from align.files import atomic_file, disk_full_explained, remove, write_json
 from align.machine import free_memory
+from align.sources import SourceError, on_hub, read_json
 from distill.clock import Clock, TrainingClock
 from distill.drafters.kind import Draft, DraftKind
 from distill.held_out import (
@@ -67,7 +70,7 @@ SLOW_RATE = 1 / 3  # factor on the learning rate of least-squares-initialised we
 OTHER_LAUNCHES = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")  # accelerate's, refused here
 SEEDS_A_STEP = 2**31 - 1  # more than there are outputs, so that no two steps share a seed
 REPEAT = "repeat.yaml"  # in a run's folder: the recipe with the run's numbers of outputs and steps
-COMPLETE = "complete"  # the last file of a checkpoint: its `DraftTrainer.processes`
+COMPLETE = "complete"  # the last file of a checkpoint (`mark_complete`)
 WAIT = 7 * 24 * 3600  # seconds of waiting for a process; the launcher notices a dead one
 
 
@@ -209,7 +212,7 @@ class DraftTrainer(SFTTrainer):
         tokens = len(inputs["positions"])
         if not torch.isfinite(outputs.loss):
             mean = float(outputs.loss.detach()) / tokens
-            raise ValueError(
+            raise UserError(
                 f"The loss is {mean} at step {self.state.global_step + 1}, on outputs "
                 f"{index.tolist()} of the cache; training stopped without this step. Lower "
                 "learning_rate, or inspect these outputs; the last checkpoint is complete."
@@ -294,29 +297,54 @@ class DraftTrainer(SFTTrainer):
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         free_memory()  # steps of other lengths left free blocks
         if self.args.should_save:
-            (folder / COMPLETE).unlink(missing_ok=True)  # of an older one here
+            remove(folder)  # an older one of this step
         self.accelerator.wait_for_everyone()
+        # an older checkpoint is deleted when this one is complete
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
         with disk_full_explained(folder):
             super()._save_checkpoint(model, trial)
+        self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             (folder / "README.md").unlink(missing_ok=True)  # peft's
-            # written last: a checkpoint without it is incomplete and is never resumed
             os.sync()
-            with atomic_file(folder / COMPLETE) as file:
-                file.write(self.processes)
+            mark_complete(folder, self.processes)
+            rotate_checkpoints(
+                str(folder.parent), limit, self.state.best_model_checkpoint, use_mtime=True
+            )
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
         """Write nothing: `write_card` makes the draft's card."""
 
 
+def mark_complete(checkpoint: Path, processes: str, spent: Sequence[Path] = ()) -> None:
+    """Write the last file of a checkpoint: `DraftTrainer.processes`, and the bytes of each file.
+
+    spent: files and folders that may be deleted afterwards.
+    """
+    sizes = {
+        file.relative_to(checkpoint).as_posix(): file.stat().st_size
+        for file in checkpoint.rglob("*")
+        if file.is_file() and file.name != COMPLETE and not {file, *file.parents} & {*spent}
+    }
+    write_json(checkpoint / COMPLETE, {"processes": processes, "bytes": sizes})
+
+
+def processes_of(checkpoint: Path) -> str | None:
+    """The `DraftTrainer.processes` that wrote a complete checkpoint; None if it is incomplete."""
+    try:
+        marker = read_json(checkpoint / COMPLETE)
+        for name, size in marker["bytes"].items():
+            if (checkpoint / name).stat().st_size != size:
+                return None
+    except (SourceError, FileNotFoundError):
+        return None
+    return str(marker["processes"])
+
+
 def last_checkpoint(folder: Path) -> Path | None:
-    """The latest complete checkpoint, or None. After a power failure files may be empty."""
-    whole = [
-        path.parent
-        for path in folder.glob(f"checkpoint-*/{COMPLETE}")
-        if all(file.stat().st_size for file in path.parent.rglob("*") if file.is_file())
-    ]
+    """The latest complete checkpoint, or None."""
+    whole = [path for path in folder.glob("checkpoint-*") if processes_of(path) is not None]
     return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
@@ -393,10 +421,10 @@ def _resumed(recipe: Recipe) -> Path | None:
     asked = recipe.training.get("resume_from_checkpoint")
     if asked is None:
         return last_checkpoint(recipe.folder)
-    if not (Path(asked) / TRAINER_STATE_NAME).is_file():
+    if processes_of(Path(asked)) is None:
         raise RecipeError(
-            f"resume_from_checkpoint is {asked!r}, but this folder has no {TRAINER_STATE_NAME}; "
-            "name a checkpoint, or leave the key out to resume from the last one."
+            f"resume_from_checkpoint is {asked!r}, but this folder is no complete checkpoint; "
+            "name another, or leave the key out to resume from the last complete one."
         )
     return Path(asked)
 
@@ -480,16 +508,19 @@ def distil_draft(
     """The distilled draft in fp32, on the first process; None elsewhere.
 
     Writes `repeat.yaml`: the recipe without `minutes`, with the same number of outputs and steps.
-    `adapter/` gets the adapters of LoRA, except for PARD, because its base model has no mask, and
-    for a draft transplanted to the target's vocabulary, because its base model is not stored. If
-    no measurement after a step is better than the first one (`best_of`), the base draft is kept.
+    `adapter/` gets the adapters of LoRA if the recipe's `draft` is their base model, so that peft
+    can load them; it is not for a draft that is made from the target, has a mask (PARD), or other
+    tokens. If no measurement after a step is better than the first one (`best_of`), the base draft
+    is kept.
     """
     if recipe.training.get("max_steps") == 0:
         return prepared.model.float() if PartialState().is_main_process else None
     states = states_of(answers.store, pair.layers)
     trainer = build_trainer(recipe, pair, prepared, answers, states, held_out, clock)
-    keep_adapters = pair.vocab_map is None and not recipe.kind.added_modules
-    distilled = distil(trainer, recipe, keep_adapters)
+    base = None
+    if recipe.sibling is not None and pair.vocab_map is None and not recipe.kind.added_modules:
+        base = recipe.sibling if on_hub(recipe.sibling) else str(pair.draft.folder.resolve())
+    distilled = distil(trainer, recipe, base)
     if distilled is None:
         return None
     counts = {"max_answers": len(answers), "max_steps": trainer.state.global_step}
@@ -503,22 +534,27 @@ def distil_draft(
 
 
 def distil(
-    trainer: DraftTrainer, recipe: Recipe, keep_adapters: bool = False
+    trainer: DraftTrainer, recipe: Recipe, base: str | None = None
 ) -> PreTrainedModel | None:
     """The distilled draft in fp32, unsharded, on the first process; None elsewhere.
 
     Resumes from the last complete checkpoint of the run, or from resume_from_checkpoint.
     Raises RecipeError for a checkpoint of another number of processes or another parallelism.
-    keep_adapters: write the adapters of LoRA (`save_adapters`) beside the merged draft.
+    base: the base model of LoRA's adapters (`save_adapters`); None: they are not kept.
     """
     checkpoint = _resumed(recipe)
     if checkpoint is not None:
-        marker = checkpoint / COMPLETE
-        if marker.exists() and (processes := marker.read_text()) != trainer.processes:
+        if (processes := processes_of(checkpoint)) != trainer.processes:
             raise RecipeError(
                 f"{checkpoint} was written by {processes}, and {trainer.processes} cannot resume "
                 "it; launch the same processes, or train under another --name with the cached "
                 "outputs."
+            )
+        best = read_json(checkpoint / TRAINER_STATE_NAME)["best_global_step"]
+        if best and processes_of(checkpoint.with_name(f"checkpoint-{best}")) is None:
+            raise RecipeError(
+                f"checkpoint-{best} has the best weights of {checkpoint.parent}, but is damaged or "
+                "missing; restore it, or train under another --name with the cached outputs."
             )
         print(f"resuming from {checkpoint}")
     print(f"learning rate: {trainer.args.learning_rate:g}")
@@ -529,8 +565,7 @@ def distil(
     if not PartialState().is_main_process:
         return None
     if recipe.use_peft:
-        if keep_adapters:
-            base = recipe.draft or str((recipe.folder / "prepared").resolve())
+        if base is not None:
             save_adapters(distilled, base, recipe.folder / "adapter")
         distilled = distilled.merge_and_unload(safe_merge=True)
     take_loss_forward(distilled)

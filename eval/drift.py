@@ -19,6 +19,7 @@ if not __package__:
 import argparse
 import math
 
+from align.errors import UserError
 from align.files import atomic_file
 from eval.engines.counters import growth, read_series, total
 from eval.engines.server import Server, ServerError
@@ -40,7 +41,7 @@ REMEDY = (
 )
 
 
-class NoCounters(ValueError):
+class NoCounters(UserError):
     """A server or a page without counters of speculation."""
 
 
@@ -107,7 +108,7 @@ def _line(difference: Difference) -> str:
 
 
 def check_traffic(draft: DraftReport, report: Report, source: str, since: Path | None) -> int:
-    """Compare, print, and return the exit status. Raises ValueError for input that is unusable."""
+    """Compare, print, and return the exit status. Raises UserError for input that is unusable."""
     promised = measured_acceptance(draft, report.engine)
     counts, page = _traffic(source, since)
     if not counts.drafts:
@@ -155,7 +156,7 @@ def main(argv: list[str]) -> int:
                 f"the report has no draft {name!r}; name one of {', '.join(report.drafts)}"
             )
         return check_traffic(report.drafts[name], report, args.metrics, args.since)
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return NO_COUNTERS if isinstance(error, ServerError | NoCounters) else BAD_INPUT
 

@@ -43,6 +43,7 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
+from align.errors import UserError
 from align.files import atomic_file
 from align.sources import resolve_file
 
@@ -60,7 +61,7 @@ EXAMPLE = '{"prompt": "…"} or {"messages": [{"role": "…", "content": "…"}]
 SHOWN = ("image", "images", "image_files", "audio", "audios", "video", "videos")
 
 
-class PromptError(ValueError):
+class PromptError(UserError):
     """Prompts that cannot be used."""
 
 

@@ -33,7 +33,8 @@ from ruamel.yaml import YAML
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from align.check import Strategy
-from align.files import DiskFullError, refuse_unwritable
+from align.errors import UserError
+from align.files import refuse_unwritable
 from align.machine import use_machine
 from align.sources import load_config, load_tokenizer, read_json
 from eval.decoding.build import build_decoder, longest_context
@@ -203,7 +204,7 @@ def _object(text: str) -> dict[str, Any]:
 def _of_run(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """The defaults from a finished training run. given: the command's options; others are None."""
     if not (folder / "recipe.yaml").is_file() or not (folder / "draft").is_dir():
-        raise ValueError(
+        raise UserError(
             f"{folder} is not the folder of a finished training run, because recipe.yaml or draft/ "
             "is missing; finish the run, or give --target, --draft and --prompts."
         )
@@ -223,7 +224,7 @@ def _of_run(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     if given.prompts is None:
         for option in ("instruction", "chat_template_kwargs"):
             if getattr(given, option) is not None:
-                raise ValueError(
+                raise UserError(
                     f"--{option} does nothing to the prompts of {folder}, because they are stored "
                     "with their instruction; give --prompts, or omit the option."
                 )
@@ -256,7 +257,7 @@ def _prompt_sets(
     # evaluated; they are drawn at random, because a file may be sorted by category
     aside = 0 if args.gamma else min(args.tuning_prompts, len(prompts.prompts) - 1)
     if not args.gamma and aside < 1:
-        raise ValueError("One prompt cannot both choose gamma and be evaluated; give --gamma.")
+        raise UserError("One prompt cannot both choose gamma and be evaluated; give --gamma.")
     drawn = prompts.drawn(len(prompts.prompts), args.seed) if aside else prompts
     return drawn.after(aside), drawn.first(aside)
 
@@ -271,11 +272,11 @@ def _named(text: str, default: str | None = None) -> tuple[str, str]:
 
 
 def _by_name(texts: list[str], default: str | None = None) -> dict[str, str]:
-    """The spec or address by name. Raises ValueError for a name that occurs twice."""
+    """The spec or address by name. Raises UserError for a name that occurs twice."""
     by_name: dict[str, str] = {}
     for name, value in (_named(text, default) for text in texts):
         if name in by_name:
-            raise ValueError(f"Two drafts are called {name!r}; give one a name, as NAME={value}.")
+            raise UserError(f"Two drafts are called {name!r}; give one a name, as NAME={value}.")
         by_name[name] = value
     return by_name
 
@@ -376,7 +377,7 @@ def main(argv: list[str]) -> int:
             else:
                 report = _measure_in_engine(args)
             write_report(folder, report)
-    except (ValueError, DiskFullError) as error:
+    except (UserError, PermissionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

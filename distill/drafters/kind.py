@@ -100,7 +100,7 @@ class DraftKind:
 
         Its model is a PreTrainedModel, because trl, peft and FSDP save, load and wrap it. If there
         are texts, a language model has a `full_head`: the export of a trimmed head needs it, and
-        without it `prepare_draft` makes the draft again at each launch. Raises ValueError for a
+        without it `prepare_draft` makes the draft again at each launch. Raises UserError for a
         published draft of another target, or one that cannot be trained here.
         """
         raise NotImplementedError
@@ -119,7 +119,7 @@ class DraftKind:
     def load(self, folder: Path, embedding: Tensor) -> Draft:
         """The draft that `save` wrote, ready to be trained on the target's embedding.
 
-        Raises ValueError if it was made for another target.
+        Raises UserError if it was made for another target.
         """
         raise NotImplementedError
 

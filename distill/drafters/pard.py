@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from align.errors import UserError
 from distill.drafters.batch import WIDTH, HeadInput, TrainingBatch, drawn_depths, mean_depth
 from distill.drafters.kind import Draft, Origin
 from distill.drafters.pruned import Pruned
@@ -68,7 +69,7 @@ def give_mask(model: PreTrainedModel, token: int, most: int) -> None:
     """Add `model.mask`, a copy of embedding entry `token`, for drafts of up to `most` tokens."""
     embedding: Any = model.get_input_embeddings()
     if embedding.weight.ndim != 2 or hasattr(embedding, "embed_scale"):
-        raise ValueError(
+        raise UserError(
             f"A {model.config.model_type} model scales its embedding, but PARD does not scale the "
             "mask; use another drafter than pard."
         )

@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from align.errors import UserError
 from distill.drafters.compact import target_id_maps, write_compact
 from distill.drafters.initialisation import FrozenEmbedding, least_squares
 from distill.drafters.kind import Draft, DraftKind, Origin
@@ -39,7 +40,7 @@ class Pruned(DraftKind):
         """
         target_head = origin.target.model.get_output_embeddings()
         if target_head.bias is not None:
-            raise ValueError(
+            raise UserError(
                 "TOK-012: the target's head has a bias, which a refitted or trimmed head would "
                 "lack; name a sibling with --draft."
             )

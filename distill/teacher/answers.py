@@ -12,6 +12,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
+from align.errors import UserError
 from align.files import write_json
 from align.machine import free_memory, from_first
 from align.vocabulary import Vocabulary
@@ -92,7 +93,7 @@ class AnsweringTarget:
 
         Only outputs that the store lacks are generated. An output's random numbers depend only on
         the seed and its name in the store. taught: also store the distributions within the prompts.
-        Raises ValueError if all outputs are empty, and ServerError if a server fails; the outputs
+        Raises UserError if all outputs are empty, and ServerError if a server fails; the outputs
         in the store stay.
         """
         if not prompts:
@@ -106,7 +107,7 @@ class AnsweringTarget:
         if taught:  # without the tokens of their prompts
             lengths = [n - len(ids) + 1 for n, ids in zip(lengths, prompts, strict=True)]
         if max(lengths) <= 1:
-            raise ValueError(
+            raise UserError(
                 f"All {len(lengths)} outputs of the target are empty: its first token is a stop "
                 "token. Check the chat template, and whether the prompts should be `messages`."
             )

@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from align.errors import UserError
 from align.files import atomic_file, locked, write_json
 from align.machine import from_first, wait_on_host
 from align.sources import cache_folder
@@ -36,7 +37,7 @@ TAUGHT = "-taught"  # ends the name of an output with distributions within its p
 Record = Mapping[str, Tensor]
 
 
-class CacheError(ValueError):
+class CacheError(UserError):
     """A record of a store is damaged or missing: value, reason, remedy."""
 
 
@@ -152,7 +153,7 @@ class Store:
     def append(self, records: Mapping[str, Record], by: str) -> None:
         """Write a shard of the records that the store lacks. by: what generated them.
 
-        Raises DiskFullError.
+        Raises UserError.
         """
         with locked(self.folder / "shards"):
             self.refresh()

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from align.errors import UserError
 from eval.decoding.forward import Decoder
 from eval.decoding.fused import FusedDecoder
 from eval.decoding.graphs import CudaGraphs, GraphedDecoder
@@ -30,10 +31,10 @@ TABULATED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 def longest_context(config: Any) -> int:
-    """The longest text with fixed rotary angles. Raises ValueError if the config has no length."""
+    """The longest text with fixed rotary angles. Raises UserError if the config has no length."""
     longest: int | None = getattr(config, "max_position_embeddings", None)
     if longest is None:
-        raise ValueError(
+        raise UserError(
             f"A {config.model_type} model cannot be decoded here: its configuration has no "
             "max_position_embeddings; use a model of another family."
         )
@@ -47,7 +48,7 @@ def longest_context(config: Any) -> int:
 
 
 def refuse_undecodable(config: PreTrainedConfig) -> None:
-    """Raise ValueError if the configuration shows that the model cannot be decoded here."""
+    """Raise UserError if the configuration shows that the model cannot be decoded here."""
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), PreTrainedModel)
     refuse_states(config.get_text_config(), model_class._is_stateful)
     longest_context(config.get_text_config())
@@ -67,12 +68,12 @@ def build_decoder(
     that equals the model's input embedding and is read instead (a pruned draft reads its target's).
     int8: for drafts only, because the logits change: the fused forward copies layers and head in
     int8 where a kernel fits their shapes. fp32: computes in fp32, converting the weights piece by
-    piece. Raises ValueError for a context that is too long, and for a model that cannot be decoded.
+    piece. Raises UserError for a context that is too long, and for a model that cannot be decoded.
     """
     config = model.config.get_text_config()
     longest = longest_context(config)
     if context_length > longest:
-        raise ValueError(
+        raise UserError(
             f"A context of {context_length} tokens is needed, but this {config.model_type} model "
             f"can be decoded up to {longest} positions only; lower max_new_tokens or shorten the "
             "prompts."
@@ -88,7 +89,7 @@ def build_decoder(
             return fused
         return GraphedDecoder(fused, CudaGraphs(fused.device))
     if len(places := {str(p.device) for p in model.parameters()}) > 1:
-        raise ValueError(
+        raise UserError(
             f"The layers of a {config.model_type} model are on {', '.join(sorted(places))}, but "
             f"only models of {', '.join(FUSED_FAMILIES)} can be spread over devices. Load the "
             "model on one device, or let a server generate the outputs (answers: server)."

@@ -38,7 +38,7 @@ class Target:
 def load_target(spec: str, dtype: torch.dtype, device: str, context_length: int) -> Target:
     """The target of a spec, for contexts of up to `context_length` tokens. device: see `load_on`.
 
-    Raises SourceError or ValueError for a model that cannot be read or decoded here.
+    Raises UserError for a model that cannot be read or decoded here.
     """
     model, tokenizer = load_on(spec, dtype, device), load_tokenizer(spec)
     decoder = build_decoder(model, context_length)

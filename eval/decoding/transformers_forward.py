@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from align.errors import UserError
 from eval.decoding.forward import HiddenStates, KVCache, empty_cache, input_embedding
 from eval.decoding.weights import in_fp32
 
@@ -107,19 +108,19 @@ def _masks_by_row(slots: _Slots) -> Iterator[None]:
 
 
 def refuse_states(config: Any, stateful: bool) -> None:
-    """Raise ValueError for layers that cannot roll back, or cannot read rows of unequal length.
+    """Raise UserError for layers that cannot roll back, or cannot read rows of unequal length.
 
     stateful: whether the model's class declares a state.
     """
     refused = f"A {config.model_type} model cannot be decoded here: "
     unknown = {*(getattr(config, "layer_types", None) or [])} - ATTENTION_KINDS
     if stateful or unknown:
-        raise ValueError(
+        raise UserError(
             f"{refused}{', '.join(sorted(unknown)) or 'recurrent'} layers keep a state that "
             "cannot be rolled back by position; use a model with attention layers only."
         )
     if config.model_type == "gpt_neo":
-        raise ValueError(
+        raise UserError(
             f"{refused}its modules place attention windows by the longest row, so shorter rows "
             "would read too few tokens; use a model of another family."
         )
@@ -129,7 +130,7 @@ class TransformersDecoder:
     """A Decoder that computes any causal LM with its transformers modules.
 
     The constructor tries the model on a few tokens to find the shapes of keys and values (MLA has
-    two sizes; a layer may share another layer's). It raises ValueError if the trial fails, or if
+    two sizes; a layer may share another layer's). It raises UserError if the trial fails, or if
     two rows at different positions, one rolled back, have other logits than without a cache.
     """
 
@@ -154,13 +155,13 @@ class TransformersDecoder:
         except torch.OutOfMemoryError:
             raise
         except Exception as reason:
-            raise ValueError(
+            raise UserError(
                 f"{refused}its modules fail with a cache that is indexed by position "
                 f"({type(reason).__name__}: {reason}); use a model of another family."
             ) from reason
         # rounding errors stay far below this bound; wrong masks or positions are far above it
         if not error < torch.finfo(self.dtype).eps ** 0.5:
-            raise ValueError(
+            raise UserError(
                 f"{refused}in rows of different lengths the relative error of its logits is "
                 f"{error:.2g}; use a model of another family."
             )

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from align.errors import UserError
+
 # How sampled tokens are verified: all drafted tokens as one block, or one token after another.
 # Both rules are exact; "block" never accepts fewer tokens in the mean (arXiv 2403.10444).
 Rule = Literal["block", "token"]
@@ -31,13 +33,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
-            raise ValueError(
+            raise UserError(
                 f"temperature {self.temperature} is not >= 0; use 0 for greedy decoding."
             )
         if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k {self.top_k} keeps no token; use at least 1, or null for all.")
+            raise UserError(f"top_k {self.top_k} keeps no token; use at least 1, or null for all.")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p {self.top_p} is not in (0, 1]; use 1 to keep every token.")
+            raise UserError(f"top_p {self.top_p} is not in (0, 1]; use 1 to keep every token.")
 
     @property
     def greedy(self) -> bool:

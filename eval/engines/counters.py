@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
+from align.errors import UserError
 from eval.measuring.runs import Speculation
 
 COUNTER = re.compile(
@@ -23,7 +24,7 @@ STARTED = "drafts_created"  # not a count: its value is the time at which the pr
 Series = dict[tuple[str, int, str], float]
 
 
-class CountersError(ValueError):
+class CountersError(UserError):
     """Counters that cannot be read or subtracted."""
 
 

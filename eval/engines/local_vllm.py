@@ -26,6 +26,7 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from align.check import compare
+from align.errors import UserError
 from align.sources import cache_folder, load_model, load_tokenizer, read_json, resolve_checkpoint
 from align.transplant import resized
 from align.vocabulary import read_vocabulary
@@ -51,7 +52,7 @@ MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-class EngineMissing(ValueError):
+class EngineMissing(UserError):
     """vLLM is not installed."""
 
 
@@ -126,7 +127,7 @@ def loadable_draft(
 
     vLLM refuses a draft with the target's ids but another vocab_size. If only the padding differs
     (Qwen2.5 has 151,936 or 152,064 entries), the folder is a copy in `scratch` with the target's
-    vocab_size. target, config: the target's folder and config. Raises ValueError or OSError for a
+    vocab_size. target, config: the target's folder and config. Raises UserError or OSError for a
     draft that cannot be read.
     """
     folder = resolve_checkpoint(draft, quantised=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from align.errors import UserError
 from align.sources import load_config, resolve_checkpoint
 from eval.decoding.loop import Decoding
 from eval.engines.comparison import (
@@ -118,7 +119,7 @@ def measure_started(
         for draft in {*drafts.values()} - METHODS.keys():
             try:
                 loadable[draft] = loadable_draft(draft, path, config, Path(scratch))
-            except (ValueError, OSError) as error:  # other drafts can still be measured
+            except (UserError, OSError) as error:  # other drafts can still be measured
                 unreadable[draft] = str(error)
         if unreadable.keys() >= {*drafts.values()}:
             raise ServerError("; ".join(unreadable.values()))

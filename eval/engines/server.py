@@ -14,6 +14,8 @@ from urllib.request import getproxies, proxy_bypass
 from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager, Retry
 from urllib3.exceptions import HTTPError, MaxRetryError, ReadTimeoutError
 
+from align.errors import UserError
+
 API_KEY = "DRAFTSMITH_API_KEY"  # the environment variable of the key in requests
 TIMEOUT = 120.0  # most seconds without a byte from a server
 # Retries take five minutes together, so that a server can be restarted. Waiting times grow and are
@@ -38,7 +40,7 @@ UNPENALISED = {
 }
 
 
-class ServerError(ValueError):
+class ServerError(UserError):
     """A server that cannot be used. status: the HTTP status of its response; None without one."""
 
     status: int | None = None

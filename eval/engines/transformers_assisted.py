@@ -23,6 +23,7 @@ from transformers import GenerationConfig
 from transformers.generation import BaseStreamer
 
 from align.check import compare
+from align.errors import UserError
 from align.transplant import resized
 from align.vocabulary import read_vocabulary
 from eval.decoding.loop import Decoding, seed_of
@@ -155,21 +156,21 @@ def load_drafts(
 ) -> dict[str, Draft]:
     """The drafts of these specs, by name. spec, model: of the target.
 
-    Raises SourceError for a draft that cannot be read, ValueError for a draft that transformers
+    Raises SourceError for a draft that cannot be read, UserError for a draft that transformers
     cannot use without loss.
     """
     loaded = {}
     rows = model.config.get_text_config().vocab_size  # transformers needs equal sizes
     for name, draft in drafts.items():
         if draft == "prompt-lookup" or (Path(draft) / "compact.json").is_file():
-            raise ValueError(
+            raise UserError(
                 f"Draft {name!r}: transformers cannot load {draft}; give the full-vocabulary "
                 f"checkpoint (the folder above compact/), or use --engine torch."
             )
         vocabulary = read_vocabulary(draft)
         verdict = compare(read_vocabulary(spec), vocabulary)
         if verdict.strategy not in ("direct", "padded"):
-            raise ValueError(
+            raise UserError(
                 f"Draft {name!r}: its vocabulary is {verdict.relation} to the target's, so "
                 f"transformers would change the output. Distil the draft for this target "
                 f"(distill/train.py), or use --engine torch, which maps vocabularies without loss."

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from align.errors import UserError
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.forward import HiddenStates
@@ -57,7 +58,7 @@ def measure_agreement(
     """The acceptance rates by draft's name [prompts], from one target pass, and the entropies.
 
     Entropies: bits of the target's distribution at temperature 1 [prompts][positions].
-    Raises ValueError if the target's logits are NaN or infinite.
+    Raises UserError if the target's logits are NaN or infinite.
     """
     layers = {layer for drafter in drafters.values() for layer in drafter.layers}
 
@@ -67,7 +68,7 @@ def measure_agreement(
         scores = teacher_forced_logits(target.decoder, [*ids, *text[:-1]], len(ids), states)
         bits = entropy_bits(scores)[0]
         if not bits.isfinite().all():
-            raise ValueError(
+            raise UserError(
                 f"{target.spec} computes NaN or infinite logits in its output for prompt "
                 f"{prompt.id}: its weights are damaged, or too large for float16. Fetch the "
                 "checkpoint again, or use --dtype bfloat16 or float32."

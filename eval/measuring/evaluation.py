@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from align.errors import UserError
 from align.sources import gguf_kind
 from align.token_bytes import tokens_of
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
@@ -70,7 +71,7 @@ def evaluate(
     """The logs for a report: one of the run, and one of each draft on the same prompts.
 
     tuning: prompts to choose draft lengths on. journal: keeps results, so that another process can
-    continue. Raises ValueError if draft lengths are chosen on prompts that are evaluated, and if a
+    continue. Raises UserError if draft lengths are chosen on prompts that are evaluated, and if a
     model's logits are NaN or infinite.
     """
     began = time.monotonic()
@@ -85,7 +86,8 @@ def evaluate(
         return plan.seconds is not None and time.monotonic() - began >= share * plan.seconds
 
     # 1. The target's outputs, for the acceptance rates. If time is short, prompts without a
-    # output are not evaluated.
+    # output are not evaluated; a process that continues has the same prompts.
+    all_generated = "step costs" in journal.results
     drawn = evaluation.drawn(len(evaluation.prompts), seed)
     asked = list(zip((prompt.id for prompt in drawn.prompts), drawn.ids, strict=True))
     pieces = [dict(asked[start : start + BATCH]) for start in range(0, len(asked), BATCH)]
@@ -95,7 +97,7 @@ def evaluate(
         lambda _number, piece: target_texts(target, piece, decoding),
         list,
         None,
-        lambda measured: measured > 0 and time_is_over(SHARE_OF_OUTPUTS),
+        lambda measured: all_generated or (measured > 0 and time_is_over(SHARE_OF_OUTPUTS)),
     )
     by_id = dict(zip((prompt.id for prompt in drawn.prompts), chain(*outputs), strict=False))
     evaluation = evaluation.of_ids(set(by_id))
@@ -214,7 +216,7 @@ def evaluate(
 
 
 def _refuse_evaluated(tuning: PromptSet, evaluation: PromptSet, plan: Plan) -> None:
-    """Raise ValueError if draft lengths would be chosen on prompts that are also evaluated."""
+    """Raise UserError if draft lengths would be chosen on prompts that are also evaluated."""
     evaluated = {tuple(ids) for ids in evaluation.ids}
     shared = [
         prompt.id
@@ -222,7 +224,7 @@ def _refuse_evaluated(tuning: PromptSet, evaluation: PromptSet, plan: Plan) -> N
         if tuple(ids) in evaluated
     ]
     if plan.draft_length is None and shared:
-        raise ValueError(
+        raise UserError(
             f"Prompt {shared[0]!r} would choose the draft length and be evaluated, as would "
             f"{len(shared) - 1} others; leave repeated prompts out, or fix the length with gamma."
         )
@@ -293,11 +295,11 @@ def _begin(
 def _hash_of_numbers(name: str, computed: Tensor, dtype: str) -> str:
     """A hash of a model's outputs, which identifies the model.
 
-    Raises ValueError for NaN and infinity, because their argmax looks like a token. Minus infinity
+    Raises UserError for NaN and infinity, because their argmax looks like a token. Minus infinity
     is allowed, because it excludes a token.
     """
     if computed.isnan().any() or computed.isposinf().any():
-        raise ValueError(
+        raise UserError(
             f"{name} computes NaN or infinite logits in {dtype}: its weights are damaged, or too "
             "large for float16. Fetch the checkpoint again, or use --dtype bfloat16 or float32."
         )

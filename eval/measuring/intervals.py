@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from scipy.special import stdtrit
 
+from align.errors import UserError
+
 FEWEST_CLUSTERS = 10  # intervals of fewer clusters cover less than 95% (docs/lab-notes.md)
 
 T = TypeVar("T")
@@ -24,7 +26,7 @@ Positive = Annotated[int, Field(ge=1)]
 Quantity = Annotated[float, Field(ge=0)]
 
 
-class NothingToMeasure(ValueError):
+class NothingToMeasure(UserError):
     """No prompt has the values from which a number is computed."""
 
 
@@ -144,7 +146,7 @@ def measure(
 
     rows: the columns of each prompt. statistic: (..., columns) totals -> (...) values. groups: the
     group of each row. Rows of one group are one cluster; a row without a group is a cluster alone.
-    ends: the kind of interval. Raises `NothingToMeasure` without rows, ValueError if the result is
+    ends: the kind of interval. Raises `NothingToMeasure` without rows, UserError if the result is
     not a finite number.
     """
     if not rows:
@@ -160,7 +162,7 @@ def measure(
         mean, by_cluster = float(statistic(totals)), statistic(columns)
         deviations = statistic(totals - columns) - mean if enough else np.zeros(0)
     if not (math.isfinite(mean) and np.isfinite(deviations).all()):
-        raise ValueError(
+        raise UserError(
             f"{name} is not a finite number ({mean} over all prompts), because a time or a count "
             f"in the log is zero or missing; measure again"
         )

@@ -103,7 +103,7 @@ class Journal(AbstractContextManager["Journal"]):
 
         Rows with a result in the journal are not measured again. unit: of the progress bar; None:
         no bar. enough: called with the number of measured rows; if true, the other rows are left
-        out. Raises DiskFullError.
+        out. Raises UserError.
         """
         results = self.results.get(stage, [])
         start = len(results)

@@ -25,7 +25,7 @@ Table = Sequence[PromptSums]
 def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
     """The checked report of a run.
 
-    Raises ValueError for a log that contradicts itself, `ReportError` if the result is not a valid
+    Raises UserError for a log that contradicts itself, `ReportError` if the result is not a valid
     report.
     """
     tables = {

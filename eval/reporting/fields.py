@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
+from align.errors import UserError
 from align.sources import abridged
 from eval.measuring.atlas import Atlas
 from eval.measuring.copy_share import TargetOutputs
@@ -31,7 +32,7 @@ REFERENCE = "torch"  # the reference decoder's engine name
 NGRAM, NGRAM_FIRST = "prompt-lookup", "lookup-first:"
 
 
-class ReportError(ValueError):
+class ReportError(UserError):
     """A report that cannot be read, lacks a field, has a wrong value, or contradicts itself."""
 
 

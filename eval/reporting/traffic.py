@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from scipy.special import stdtrit
 
+from align.errors import UserError
 from eval.measuring.intervals import FEWEST_CLUSTERS, Measured
 from eval.measuring.runs import Speculation
 from eval.reporting.fields import DraftReport
@@ -28,7 +29,7 @@ MARGIN = 0.10  # of the accepted share at a position; 40 prompts measure the sha
 FULL_LENGTH = 0.98  # mean draft length / gamma; drafts near the length limit are shorter
 
 
-class NotComparable(ValueError):
+class NotComparable(UserError):
     """Counts that cannot be compared with this report."""
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from align.errors import UserError
 from align.files import atomic_file, atomic_folder, locked, remove
 from tests.align.conftest import start
 
@@ -218,7 +219,7 @@ def test_a_full_disk_is_explained_and_loses_nothing(tmp_path):
     path = tmp_path / "cache.bin"
     path.write_text("old")
     with (
-        pytest.raises(OSError, match=r"disk is full: .*cache\.bin"),
+        pytest.raises(UserError, match=r"disk is full: .*cache\.bin"),
         atomic_file(path),
         open("/dev/full", "w", buffering=1) as full,
     ):
@@ -227,7 +228,7 @@ def test_a_full_disk_is_explained_and_loses_nothing(tmp_path):
 
 
 def test_a_full_disk_reported_by_a_library_is_explained(tmp_path):
-    with pytest.raises(OSError, match="disk is full"), atomic_folder(tmp_path / "draft"):
+    with pytest.raises(UserError, match="disk is full"), atomic_folder(tmp_path / "draft"):
         raise RuntimeError("I/O error: No space left on device (os error 28)")  # of safetensors
     assert names(tmp_path) == []
 

@@ -14,7 +14,8 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
 from align import machine as this_machine
-from align.machine import ProcessError, join_processes, machine_lines, wait_on_host
+from align.errors import UserError
+from align.machine import join_processes, machine_lines, wait_on_host
 from tests.align.meeting import let_tensors_die, wait_for_the_first
 from tests.ranks import run_ranks
 
@@ -57,7 +58,7 @@ def test_a_launcher_that_starts_fewer_processes_than_asked_for_is_found_out(monk
     _, environment = prepare_simple_launcher_cmd_env(arguments)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ProcessError, match="the launcher started one"):
+    with pytest.raises(UserError, match="the launcher started one"):
         join_processes(True, 60)
 
 
@@ -70,7 +71,7 @@ def test_a_launcher_that_starts_fewer_processes_than_asked_for_is_found_out(monk
 )
 def test_launches_that_cannot_train_are_refused(monkeypatch, flag, message):
     monkeypatch.setenv(flag, "true")
-    with pytest.raises(ProcessError, match=message):
+    with pytest.raises(UserError, match=message):
         join_processes(True, 60)
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from align import to_gguf
-from align.files import DiskFullError
+from align.errors import UserError
 from align.sources import (
     SourceError,
     abridged,
@@ -128,7 +128,7 @@ def test_a_spec_that_names_no_file(wheels, spec, value):
     ("script", "error", "value"),
     [
         ('echo "$0: No module named pip" >&2; exit 1', SourceError, "ensurepip"),
-        ("echo 'ERROR: No space left on device' >&2; exit 1", DiskFullError, "disk is full"),
+        ("echo 'ERROR: No space left on device' >&2; exit 1", UserError, "disk is full"),
     ],
 )
 def test_a_fetch_that_fails_says_why(python, script, error, value):

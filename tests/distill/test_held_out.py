@@ -1,6 +1,7 @@
 """The acceptance rate on held-out prompts while training: measured, and acted on."""
 
 import json
+import os
 import re
 import shutil
 from dataclasses import asdict
@@ -22,6 +23,7 @@ from distill.held_out import (
 from distill.losses import acceptance
 from distill.models import check_models, target_loader
 from distill.prompt_sets import collect_prompts, hold_out
+from distill.recipe import RecipeError
 from distill.teacher.answers import USED
 from distill.teacher.store import Answers, CachedAnswer, Store, names_of
 from distill.train import run
@@ -154,6 +156,31 @@ def test_a_resumed_run_has_seen_what_an_uninterrupted_one_has(trained):
     assert again == seen
     for name, weight in straight.state_dict().items():
         assert torch.equal(weight, resumed.state_dict()[name]), name
+
+
+def test_a_checkpoint_is_deleted_when_a_later_one_is_complete(trained, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    monkeypatch.setattr(HeldOut, "metrics", worse_after(2))
+
+    def die_in_the_third():
+        if (folder / "checkpoint-12").exists():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("distill.trainer.os.sync", die_in_the_third)
+        with pytest.raises(KeyboardInterrupt):
+            trained(save_steps=4)
+    assert last_checkpoint(folder) == folder / "checkpoint-8"
+    trained(save_steps=4)
+    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-24"}
+
+
+def test_best_weights_that_are_damaged_are_named_before_training_goes_on(trained, monkeypatch):
+    monkeypatch.setattr(HeldOut, "metrics", worse_after(2))
+    folder = trained()[2]
+    os.truncate(folder / "checkpoint-2" / "model.safetensors", 999)
+    with pytest.raises(RecipeError, match="checkpoint-2 has the best weights"):
+        trained()
 
 
 def test_measuring_keeps_to_its_share(trained, monkeypatch):

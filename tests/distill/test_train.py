@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from transformers import BloomConfig, Lfm2Config, LlamaConfig, MambaConfig
 
+from align.errors import UserError
 from align.files import atomic_file
 from align.sources import load_model, load_tokenizer, read_json
 from distill import models, train
@@ -37,15 +38,6 @@ def test_a_full_disk_ends_a_run_with_its_reason_alone(tmp_path, monkeypatch, cap
     assert "The disk is full" in shown
     assert "Free some space" in shown
     assert "Traceback" not in shown
-
-
-def test_what_is_not_foreseen_keeps_its_traceback(tmp_path, monkeypatch):
-    def check(recipe):
-        raise PermissionError("vocab_check.json")
-
-    monkeypatch.setattr(train, "check_models", check)
-    with pytest.raises(PermissionError):
-        main(["--recipe", "code", "--output_dir", str(tmp_path)])
 
 
 @pytest.mark.parametrize("cache", [False, True])
@@ -88,6 +80,29 @@ def test_a_sibling_with_a_temperature_and_no_do_sample_is_trained_and_saved(
 
 
 PRUNED = {"draft": None, "num_draft_layers": 1, "draft_vocab_size": 270}
+
+
+def test_a_file_that_is_cut_short_is_named(job, tmp_path, followed, monkeypatch):
+    recipe = job(tmp_path / "run", **PRUNED, max_steps=2)
+
+    def cut(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "distil_draft", cut)
+        with pytest.raises(KeyboardInterrupt):
+            run(recipe)
+    for name in (
+        *("prepared/config.json", "prepared/model.safetensors", "prepared/full_head.safetensors"),
+        *("prompts/held_out.jsonl", "prompts/ids.json", "answers.json", "clock.json"),
+    ):
+        path = recipe.folder / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(UserError, match=name.partition(".")[0]):
+            run(recipe)
+        path.write_bytes(whole)
+    assert run(recipe) == 0
 
 
 def no_target(*_, **__):

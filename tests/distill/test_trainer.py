@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler
 from transformers import LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
-from align.files import DiskFullError
+from align.errors import UserError
 from distill.drafters.pruned import KIND as PRUNED
 from distill.loss_forward import give_loss_forward, take_loss_forward
 from distill.losses import coarse_loss, forward_kl, sharpen
@@ -21,6 +21,7 @@ from distill.trainer import (
     SameOrder,
     distil,
     last_checkpoint,
+    mark_complete,
     training_config,
 )
 from distill.training_set import DistillationCollator, answer_rows
@@ -243,7 +244,7 @@ def test_every_epoch_has_its_own_order_of_rows():
 
 def test_other_processes_than_left_a_checkpoint_are_refused(tmp_path, train, tiny_model):
     train(tiny_model(), made_answers(), recipe_in(tmp_path))
-    (tmp_path / "checkpoint-8" / "complete").write_text("2 processes (FSDP)")
+    mark_complete(tmp_path / "checkpoint-8", "2 processes (FSDP)")
     with pytest.raises(RecipeError, match=r"2 processes \(FSDP\), and 1 process \(alone\)"):
         train(tiny_model(), made_answers(), recipe_in(tmp_path))
 
@@ -280,7 +281,7 @@ def test_one_process_trains_on_one_gpu(tmp_path, monkeypatch, gpus):
 @pytest.mark.parametrize("name", ["checkpoint-9", "true"])
 def test_a_checkpoint_that_is_not_there_is_refused_first(tmp_path, name):
     recipe = recipe_in(tmp_path, resume_from_checkpoint=str(tmp_path / name))
-    with pytest.raises(RecipeError, match=f"{name}', but this folder has no"):
+    with pytest.raises(RecipeError, match=f"resume_from_checkpoint is '.*{name}'"):
         training_config(recipe)
 
 
@@ -325,21 +326,33 @@ def test_a_disk_that_fills_at_a_checkpoint_is_explained(tmp_path, train, tiny_mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(SFTTrainer, "_save_checkpoint", fails)
-    with pytest.raises(DiskFullError, match=r"disk is full: .*checkpoint-4 could not be written"):
+    with pytest.raises(UserError, match=r"disk is full: .*checkpoint-4 could not be written"):
         train(tiny_model(), made_answers(), recipe_in(tmp_path))
     assert last_checkpoint(tmp_path) is None
 
 
-def test_the_last_checkpoint_is_that_of_the_latest_step_that_is_whole(tmp_path):
+@pytest.mark.parametrize("damaged", ["optimizer.pt", "model.safetensors", "complete", "lost"])
+def test_a_damaged_checkpoint_is_not_resumed(tmp_path, train, tiny_model, damaged):
+    train(tiny_model(), made_answers(), recipe_in(tmp_path))
+    assert last_checkpoint(tmp_path).name == "checkpoint-8"
+    checkpoint = tmp_path / "checkpoint-8"
+    if damaged == "lost":
+        (checkpoint / "scheduler.pt").unlink()
+    else:
+        (checkpoint / damaged).write_bytes((checkpoint / damaged).read_bytes()[:40])
+    assert last_checkpoint(tmp_path).name == "checkpoint-4"
+    with pytest.raises(RecipeError, match="checkpoint-8"):
+        training_config(recipe_in(tmp_path, resume_from_checkpoint=str(checkpoint)))
+
+
+def test_the_last_checkpoint_has_the_highest_number(tmp_path):
     assert last_checkpoint(tmp_path) is None
     for step in (9, 90, 100, 1000):
         (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "complete").write_text("1 process (alone)")
+        mark_complete(tmp_path / f"checkpoint-{step}", "1 process (alone)")
     assert last_checkpoint(tmp_path).name == "checkpoint-1000"
     (tmp_path / "checkpoint-1000" / "complete").unlink()  # cut short
     assert last_checkpoint(tmp_path).name == "checkpoint-100"
-    (tmp_path / "checkpoint-100" / "optimizer.pt").touch()  # emptied by a power cut
-    assert last_checkpoint(tmp_path).name == "checkpoint-90"
 
 
 def test_a_loss_that_is_not_a_number_names_the_answers(tmp_path, train, tiny_model):

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from align.sources import read_json
+from align.errors import UserError
+from align.sources import opened_weights, read_json, weight_files
 from eval.decoding.target import tensor_sha256
 
 COMPACT = "draftsmith-compact/2"
@@ -22,16 +22,16 @@ COMPACT = "draftsmith-compact/2"
 def check_compact(folder: Path, embedding: Tensor) -> Mapping[str, Any]:
     """The fields of compact.json, if the draft was made for the target with `embedding` [V, H].
 
-    Raises ValueError for another target or format.
+    Raises UserError for another target or format.
     """
     about: dict[str, Any] = read_json(folder / "compact.json")
     if about.get("format") != COMPACT:
-        raise ValueError(
+        raise UserError(
             f"{folder} has format {about.get('format')!r}, but this version reads {COMPACT!r}. "
             "Use the full-vocabulary checkpoint (above a folder compact/), or train again."
         )
     if about["embedding_sha256"] != tensor_sha256(embedding):
-        raise ValueError(
+        raise UserError(
             f"{folder} was made for another target, whose input embedding has hash "
             f"{about['embedding_sha256'][:12]}…; this target's has "
             f"{tensor_sha256(embedding)[:12]}…. Use the draft's target in the same dtype, or the "
@@ -41,19 +41,20 @@ def check_compact(folder: Path, embedding: Tensor) -> Mapping[str, Any]:
 
 
 def weights_of(folder: Path, device: str) -> dict[str, Tensor]:
-    """All tensors of a folder's safetensors files, by name."""
+    """All tensors of a folder's weights, by name. Raises SourceError if a file is damaged."""
     tensors: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(path, device=device)
+    for path in weight_files(folder):
+        with opened_weights(path, device=device) as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return tensors
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Load the tensors into the model. Raises ValueError if names or shapes do not fit."""
+    """Load the tensors into the model. Raises UserError if names or shapes do not fit."""
     try:
         model.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
-        raise ValueError(
+        raise UserError(
             f"The weights of {folder} do not fit its kind of draft ({error}): the draft is damaged "
             "or has parts that are not computed here. Fetch it again, or measure it in vLLM "
             "(eval.run --engine vllm)."
@@ -63,10 +64,10 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
 def refuse_other_target(
     folder: Path, about: Mapping[str, Any], target: Any, keys: Iterable[str]
 ) -> None:
-    """Raise ValueError if a key of a published draft's config differs from the target's config."""
+    """Raise UserError if a key of a published draft's config differs from the target's config."""
     for key in keys:
         if about.get(key) != getattr(target, key):
-            raise ValueError(
+            raise UserError(
                 f"{folder} was made for a target with {key} {about.get(key)}, but this target has "
                 f"{getattr(target, key)}; name the target of the draft."
             )
@@ -75,7 +76,7 @@ def refuse_other_target(
 def read_token_ids(folder: Path, tensors: dict[str, Tensor]) -> Tensor | None:
     """The target id of each entry of the head [K]; None for a head over all ids.
 
-    d2t and t2d are removed from `tensors`. Raises ValueError if they disagree.
+    d2t and t2d are removed from `tensors`. Raises UserError if they disagree.
     """
     if "d2t" not in tensors:
         return None
@@ -83,7 +84,7 @@ def read_token_ids(folder: Path, tensors: dict[str, Tensor]) -> Tensor | None:
     token_ids = d2t + torch.arange(len(d2t), device=d2t.device)
     named = tensors.pop("t2d").nonzero()[:, 0]
     if not torch.equal(named, token_ids.sort().values):
-        raise ValueError(
+        raise UserError(
             f"TOK-015: d2t and t2d of {folder} name different ids, so wrong tokens would be "
             "drafted; fetch or train the draft again."
         )

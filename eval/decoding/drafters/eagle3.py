@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from align.errors import UserError
 from align.sources import read_json
 from eval.decoding.drafters.causal_lm import CausalLMDrafter, TokenSession
 from eval.decoding.drafters.compact import (
@@ -60,7 +61,7 @@ class Eagle3(DraftFormat):
         model, token_ids = load_eagle3(folder, target.decoder.embedding, text)
         layers, depth = model.target_layers, text.num_hidden_layers
         if max(layers) > depth:
-            raise ValueError(
+            raise UserError(
                 f"{folder} reads the hidden states of layers {list(layers)}, but this target has "
                 f"{depth} layers; use the target that the draft was made for."
             )
@@ -104,7 +105,7 @@ def in_own_layout(config: Mapping[str, Any]) -> bool:
 
 
 def refuse_unknown_parts(folder: Path, about: Mapping[str, Any]) -> None:
-    """Raise ValueError for an EAGLE-3 draft with parts that are not computed here."""
+    """Raise UserError for an EAGLE-3 draft with parts that are not computed here."""
     shape = about.get("transformer_layer_config", about)
     eagle = about.get("eagle_config") or {}
     parts = {
@@ -118,7 +119,7 @@ def refuse_unknown_parts(folder: Path, about: Mapping[str, Any]) -> None:
     }
     for key, (value, computed) in parts.items():
         if value != computed:
-            raise ValueError(
+            raise UserError(
                 f"{folder} has {key} {value}, but only EAGLE-3 with {computed} is computed here; "
                 "measure the draft in vLLM (eval.run --engine vllm)."
             )
@@ -150,7 +151,7 @@ def load_eagle3(
 ) -> tuple[Any, Tensor]:
     """A folder's model on the target's embedding [V, H], and the target id of each head entry [K].
 
-    target: the target's config, to check a published draft. Raises ValueError if the draft was made
+    target: the target's config, to check a published draft. Raises UserError if the draft was made
     for another target or cannot be computed here.
     """
     about, tensors = read_json(folder / "config.json"), weights_of(folder, str(embedding.device))
@@ -162,7 +163,7 @@ def load_eagle3(
         FORMAT.check_config(folder, target)
         layers = target_layers(target.to_dict(), about)
         if published is not None and not torch.equal(published.to(embedding.dtype), embedding):
-            raise ValueError(
+            raise UserError(
                 f"{folder} has another input embedding than this target; name the target of the "
                 "draft, or measure the draft in vLLM (eval.run --engine vllm)."
             )

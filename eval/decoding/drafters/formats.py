@@ -36,7 +36,7 @@ class DraftFormat:
     def check_config(self, folder: Path, target: PreTrainedConfig) -> None:
         """Check a published draft by its config.json and the target's config, without weights.
 
-        Raises ValueError for a draft of another target, or that cannot be computed here.
+        Raises UserError for a draft of another target, or that cannot be computed here.
         """
 
     def drafter(self, model: Any, token_ids: Tensor | None, target: Target) -> Drafter:
@@ -49,7 +49,7 @@ class DraftFormat:
     def load(self, folder: Path, target: Target) -> Drafter:
         """The drafter of a folder with compact.json or of a published draft's folder.
 
-        Raises ValueError if the draft was made for another target.
+        Raises UserError if the draft was made for another target.
         """
         raise NotImplementedError
 

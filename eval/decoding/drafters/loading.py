@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from align.errors import UserError
 from align.sources import load_model, read_json, resolve_checkpoint
 from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.drafters.formats import formats, published_format
@@ -22,7 +23,7 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
     other model, whose vocabulary is mapped by `strategy` (align/check.py). If the
     trimmed-vocabulary checkpoint was made for another target (for example, another quantisation),
     the full-vocabulary checkpoint is loaded.
-    Raises ValueError if the draft cannot draft for the target without loss.
+    Raises UserError if the draft cannot draft for the target without loss.
     """
     if spec == LOOKUP:
         return prompt_lookup(target)
@@ -35,7 +36,7 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
             continue
         about = read_json(folder / "compact.json")
         if (kind := formats().get(about["drafter"])) is None:
-            raise ValueError(
+            raise UserError(
                 f"{folder} is a draft of kind {about['drafter']!r}, but this version knows only "
                 f"{', '.join(formats())}; train a draft of one of these kinds."
             )

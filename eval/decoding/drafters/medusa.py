@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from align.errors import UserError
 from align.sources import read_json
 from eval.decoding.drafters.compact import check_compact, fill, refuse_other_target, weights_of
 from eval.decoding.drafters.drafter import (
@@ -94,7 +95,7 @@ class Medusa(DraftFormat):
         computed = {"original_lm_head": True, "medusa_fc_bias": True, "num_hidden_layers": 1}
         for key, value in computed.items():
             if config.get(key, value) != value:
-                raise ValueError(
+                raise UserError(
                     f"{folder} has {key} {config[key]}, but only Medusa heads with {value} are "
                     "computed here; measure the draft in vLLM (eval.run --engine vllm)."
                 )
@@ -129,7 +130,7 @@ def load_heads(
     """A folder's model, and the target id of each head entry [K]; None for a head over all ids.
 
     embedding: the target's [V, H]. target: the target's config, to check a published draft.
-    Raises ValueError if the draft was made for another target or cannot be computed here.
+    Raises UserError if the draft was made for another target or cannot be computed here.
     """
     tensors = weights_of(folder, str(embedding.device))
     if target is None or (folder / "compact.json").is_file():

@@ -10,13 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from align.sources import load_config
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.causal_lm import CausalLMDrafter
-from eval.decoding.drafters.compact import check_compact, read_token_ids
+from eval.decoding.drafters.compact import check_compact, read_token_ids, weights_of
 from eval.decoding.drafters.drafter import on_target_ids
 from eval.decoding.drafters.formats import DraftFormat
 from eval.decoding.target import Target
@@ -51,12 +51,12 @@ FORMAT = Pruned()
 def load_compact(folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tensor | None]:
     """The model on the target's embedding [V, H], and the target id of each head entry [K].
 
-    The ids are None for a head over all ids. Raises ValueError if the draft is of another target.
+    The ids are None for a head over all ids. Raises UserError if the draft is of another target.
     """
     check_compact(folder, embedding)
-    tensors = load_file(folder / "model.safetensors", device=str(embedding.device))
+    tensors = weights_of(folder, str(embedding.device))
     token_ids = read_token_ids(folder, tensors)
-    config = AutoConfig.from_pretrained(folder)
+    config = load_config(str(folder))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=embedding.dtype)
     rows, size = tensors["lm_head.weight"].shape

@@ -20,7 +20,7 @@ LONGER = 2  # a text has rarely more than this many times as many draft tokens a
 def sibling_drafter(model: Any, spec: str, target: Target, strategy: str) -> CausalLMDrafter:
     """The drafter of a model that was loaded from `spec`; the spec's tokenizer is read.
 
-    strategy: the vocabulary mapping (align/check.py). Raises ValueError if the pair has no lossless
+    strategy: the vocabulary mapping (align/check.py). Raises UserError if the pair has no lossless
     mapping, or if `strategy` does not fit the pair.
     """
     target_vocab, draft_vocab = read_vocabulary(target.spec), read_vocabulary(spec)

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from align.files import DiskFullError
+from align.errors import UserError
 from distill.prepare import until
 from distill.teacher import store as module
 from distill.teacher.store import Answers, CachedAnswer, CacheError, Store, name_of, names_of
@@ -125,7 +125,7 @@ def test_a_shard_cut_short_while_writing_is_never_seen(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "save", full_disk)
-        with pytest.raises(DiskFullError, match="disk is full"):
+        with pytest.raises(UserError, match="disk is full"):
             put(store, 1)
     for opened in (store, Store(tmp_path)):
         assert list(opened) == ["0"]

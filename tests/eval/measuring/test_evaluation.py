@@ -150,6 +150,17 @@ def test_where_time_is_short_fewer_prompts_are_evaluated(key, drafter, evaluated
     assert draft.alpha.n == draft.speedup.n == report.prompts.n == 8
 
 
+def test_an_interrupted_evaluation_goes_on_with_its_prompts(key, drafter, evaluated, monkeypatch):
+    monkeypatch.setattr(evaluation, "BATCH", 4)
+    draft = drafter(key.target.decoder, VOCAB)
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "over_stock_generate", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            evaluated(draft, 20, 8.0)
+    report = evaluated(draft, 20, 80.0)  # these seconds would be enough for all 20 prompts
+    assert report.drafts["draft"].alpha.n == report.prompts.n == 8
+
+
 @pytest.mark.parametrize("shared", [[1, 3, 1], [99, 3, 99]])
 def test_draft_lengths_are_not_chosen_on_evaluated_prompts(key, drafter, evaluated, shared):
     tuning = PromptSet("other", [Prompt("t", prompt="x")], [[i % VOCAB for i in shared]])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from align.files import DiskFullError
+from align.errors import UserError
 from eval.decoding.prompt_run import PromptRun
 from eval.measuring.cost import StepCosts
 from eval.measuring.journal import Journal
@@ -158,7 +158,7 @@ def test_a_full_disk_is_named_and_loses_no_row(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", full)
-        with pytest.raises(DiskFullError, match=r"measured\.jsonl"):
+        with pytest.raises(UserError, match=r"measured\.jsonl"):
             journal.once("cubes", lambda: 8)
     again = begun(path)
     assert again.results == {"squares": [1, 4]}

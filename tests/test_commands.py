@@ -1,0 +1,48 @@
+"""Every command tells an error that a user can mend from a fault of the program."""
+
+import pytest
+
+from align import check, to_gguf
+from align.errors import UserError
+from distill import publish, train
+from eval import drift
+from eval import run as evaluate
+
+COMMANDS = {  # the module, what its `main` calls, and arguments
+    "check": (check, "check_pair", ["--target", "T", "--draft", "D"]),
+    "to_gguf": (to_gguf, "write_gguf", ["T", "F"]),
+    "train": (train, "run", ["--recipe", "code"]),
+    "run": (evaluate, "_measure", ["--target", "T", "--draft", "D", "--prompts", "P"]),
+    "drift": (drift, "read_report", ["R", "--metrics", "M"]),
+    "publish": (publish, "publish", ["R"]),
+}
+
+
+@pytest.fixture(params=COMMANDS)
+def ended(request, tmp_path, monkeypatch):
+    """The exit status of a command that meets an error: ended(error)."""
+    module, called, arguments = COMMANDS[request.param]
+    monkeypatch.chdir(tmp_path)
+
+    def end(error):
+        def fail(*_, **__):
+            raise error
+
+        monkeypatch.setattr(module, called, fail)
+        try:
+            return module.main(arguments)
+        except SystemExit as stop:
+            return stop.code
+
+    return end
+
+
+@pytest.mark.parametrize("error", [UserError("What, why."), PermissionError(13, "Denied", "f")])
+def test_what_a_user_can_mend_is_told_in_a_line(ended, capsys, error):
+    assert ended(error) == 2
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_a_fault_of_the_program_keeps_its_traceback(ended):
+    with pytest.raises(ValueError, match="of a library"):
+        ended(ValueError("of a library"))
