@@ -81,11 +81,7 @@ def build_decoder(
     if _is_fusible(model):
         fused = FusedDecoder(model, context_length, embedding, int8, fp32)
         # an fp32 check spends its time on converting weights, so graphs would not speed it up
-        if (
-            fp32
-            or fused.device.type != "cuda"
-            or {*fused.devices, fused.head.device} != {fused.device}
-        ):
+        if fp32 or not on_one_gpu(fused):
             return fused
         return GraphedDecoder(fused, CudaGraphs(fused.device))
     if len(places := {str(p.device) for p in model.parameters()}) > 1:
@@ -95,6 +91,12 @@ def build_decoder(
             "model on one device, or let a server generate the outputs (answers: server)."
         )
     return TransformersDecoder(model, context_length, fp32)
+
+
+def on_one_gpu(fused: FusedDecoder) -> bool:
+    """Whether the whole model is on one GPU, so that its forwards can be recorded."""
+    places = {fused.device, *fused.devices, fused.head.device}
+    return fused.device.type == "cuda" and len(places) == 1
 
 
 def _is_fusible(model: PreTrainedModel) -> bool:

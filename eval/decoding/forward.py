@@ -40,6 +40,10 @@ class KVCache:
         """Bytes of one token of one row."""
         return sum(t[0, :, 0].nbytes for t in self.keys + self.values)
 
+    def unrecorded(self) -> KVCache:
+        """The same tensors, as a cache whose forwards are not recorded (graphs.py)."""
+        return KVCache(self.keys, self.values)
+
     def copy_row(self, row: int, other: KVCache, other_row: int, length: int) -> None:
         """Copy the first `length` slots of row `other_row` of `other` to row `row`."""
         for mine, theirs in zip(self.keys + self.values, other.keys + other.values, strict=True):
@@ -97,12 +101,16 @@ HiddenStates = dict[int, Tensor | None]  # by layer number; None until a forward
 
 
 class Decoder(Protocol):
-    """A model, draft or target, as generation uses it."""
+    """A model, draft or target, as generation uses it.
+
+    recorded: whether its small forwards are replayed as CUDA graphs (graphs.py).
+    """
 
     embedding: Tensor
     device: torch.device
     dtype: torch.dtype
     context_length: int
+    recorded: bool
 
     def own_bytes(self) -> int:
         """Bytes of the weights in memory, without the input embedding."""
@@ -139,13 +147,15 @@ def in_pieces(
 ) -> Iterator[Tensor]:
     """The logits of a text [B, T] in pieces of PIECE positions, each from one Decoder.forward.
 
-    Pieces keep the memory for activations and masks constant as T grows. states: filled with the
+    Pieces keep the memory for activations and masks constant as T grows. They are not recorded as
+    CUDA graphs, because a piece's width and position seldom occur again. states: filled with the
     states of the whole text after the last piece.
     """
+    plain = cache.unrecorded()
     read: dict[int, list[Any]] = {layer: [] for layer in states or ()}
     for piece in tokens.split(PIECE, dim=1):
         piece_states: HiddenStates = dict.fromkeys(read)
-        yield decoder.forward(piece, start, cache, last_only, piece_states)
+        yield decoder.forward(piece, start, plain, last_only, piece_states)
         start += piece.shape[1]
         for layer, state in piece_states.items():
             read[layer].append(state)

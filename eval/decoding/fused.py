@@ -74,6 +74,8 @@ class FusedDecoder:
     Layers may be on several devices; logits and states are returned on the embedding's device.
     """
 
+    recorded = False
+
     def __init__(
         self,
         model: PreTrainedModel,

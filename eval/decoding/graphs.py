@@ -71,6 +71,7 @@ class GraphedDecoder:
     recordings: the number of recordings of all such decoders; timings check that it is unchanged.
     """
 
+    recorded = True
     recordings = 0
 
     def __init__(self, fused: FusedDecoder, record: Record) -> None:
@@ -79,7 +80,7 @@ class GraphedDecoder:
         self.context_length = fused.context_length
         self.own_bytes = fused.own_bytes
         self._slots = -(-fused.context_length // BUCKET) * BUCKET
-        self._free: list[StaticCache] = []
+        self._free: dict[int, StaticCache] = {}  # by number
         self._numbers = itertools.count()
         self._recorded: dict[tuple[Any, ...], Callable[[], list[Tensor]]] = {}
         self._tokens: dict[int, Tensor] = {}  # by width
@@ -89,11 +90,12 @@ class GraphedDecoder:
         if rows > 1 or slots > self._slots:
             return self.fused.new_cache(rows, slots)
         if not self._free:
-            new = self.fused.new_cache(1, self._slots)
-            self._free.append(StaticCache(new.keys, new.values, next(self._numbers)))
-        pooled = self._free.pop()
+            new, number = self.fused.new_cache(1, self._slots), next(self._numbers)
+            self._free[number] = StaticCache(new.keys, new.values, number)
+        # the lowest number, so that texts one after the other use the same graphs
+        pooled = self._free.pop(min(self._free))
         cache = StaticCache(pooled.keys, pooled.values, pooled.number)
-        weakref.finalize(cache, self._free.append, pooled).atexit = False
+        weakref.finalize(cache, self._free.__setitem__, pooled.number, pooled).atexit = False
         return cache
 
     @torch.inference_mode()

@@ -134,6 +134,8 @@ class TransformersDecoder:
     two rows at different positions, one rolled back, have other logits than without a cache.
     """
 
+    recorded = False
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -17,7 +17,7 @@ from align.sources import gguf_kind
 from align.token_bytes import tokens_of
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.drafter import Drafter
-from eval.decoding.forward import HiddenStates
+from eval.decoding.forward import Decoder, HiddenStates
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target, tensor_sha256
 from eval.decoding.verification import Sampling
@@ -184,6 +184,8 @@ def evaluate(
                 full_form_bytes=drafter.full_form_bytes,
             )
         )
+    on_gpu = target.decoder.device.type == "cuda"
+    models: dict[str, Decoder | Drafter] = {"target": target.decoder, **drafters}
     run = RunLog(
         target=target.spec,
         engine="torch",
@@ -211,6 +213,7 @@ def evaluate(
         special=special,
         target_quantization=gguf_kind(target.spec),
         environment=machine,
+        eager=[name for name, model in models.items() if on_gpu and not model.recorded],
     )
     return run, logs
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eval.decoding.build import build_decoder
+from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.forward import Decoder, in_pieces
 from eval.decoding.loop import Decoding, decode
@@ -47,7 +49,8 @@ class LosslessCheck:
     """Compares greedy outputs with and without a draft; only the first divergence is explained.
 
     A divergence is a near-tie if `tie` is true of the logits of both runs at its position, computed
-    by repeating each run's forwards, and if the prompt's outputs are equal in fp32.
+    by repeating each run's forwards, and if the prompt's outputs are equal in fp32. Outputs of
+    recorded forwards (graphs.py) are also compared with a forward that is not recorded.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class LosslessCheck:
         """text_of: returns the text of the target's token ids."""
         self.target, self.decoding, self.text_of = target, decoding, text_of
         self.exact_outputs: dict[str, list[int]] = {}  # the target's fp32 outputs by prompt id
+        self.refuted: dict[tuple[Any, ...], dict[str, Any] | None] = {}  # by prompt id and run
 
     @cached_property
     def exact(self) -> Decoder:
@@ -75,6 +79,10 @@ class LosslessCheck:
         near: list[tuple[Prompt, list[int], dict[str, Any]]] = []  # to be checked in fp32
         rows = zip(prompts.prompts, prompts.ids, baseline, runs, strict=True)
         for prompt, ids, base, run in rows:
+            refuted = self._refuted(prompt.id, ids, base) or self._refuted(prompt.id, ids, run)
+            if refuted is not None:
+                entries.append(refuted)
+                continue
             if base.tokens == run.tokens:
                 continue
             entry = divergence(base, run, self.text_of)
@@ -99,6 +107,43 @@ class LosslessCheck:
             if exact.tokens != self.exact_outputs[prompt.id]:
                 entry |= DIVERGES_IN_FP32
         return {"prompts": len(runs), "divergences": entries}
+
+    @torch.inference_mode()
+    def _refuted(self, prompt: str, ids: list[int], run: PromptRun) -> dict[str, Any] | None:
+        """The fields of a `Divergence` if recorded forwards compute wrong logits, else None.
+
+        The output is read in one forward that is not recorded, then the last step of each width
+        again by its recorded forward. This is needed because two outputs can be equally wrong.
+        """
+        decoder, tokens, key = self.target.decoder, run.tokens, (prompt, *run.tokens, *run.drafted)
+        if not decoder.recorded or key in self.refuted:
+            return self.refuted.get(key)
+        self.refuted[key] = None
+        cache = decoder.new_cache(1, len(ids) + len(tokens))
+        expected = teacher_forced_logits(decoder, [*ids, *tokens[:-1]], len(ids), cache=cache)[0]
+        firsts = accumulate(run.block_tokens, initial=1)  # each step's first token
+        steps = {
+            drafted: first
+            for drafted, first in zip(run.drafted, firsts, strict=False)
+            if first + drafted <= len(tokens)
+        }
+        for drafted, first in steps.items():
+            read = torch.tensor([tokens[first - 1 : first + drafted]], device=decoder.device)
+            want = expected[first : first + read.shape[1]]
+            got = decoder.forward(read, len(ids) + first - 1, cache)[0, : len(want)]
+            error = ((got - want).norm(dim=-1) / want.norm(dim=-1)).max()
+            if not float(error) < torch.finfo(decoder.dtype).eps ** 0.5:
+                self.refuted[key] = {
+                    "prompt": prompt,
+                    "position": first,
+                    "target": self.text_of([int(want[0].argmax())]),
+                    "drafted": self.text_of([tokens[first]]),
+                    "gap": float(want[0].max() - want[0, tokens[first]]),
+                    "error": None,
+                    "tie": False,
+                    "why": "the target computes other logits without CUDA graphs",
+                }
+        return self.refuted[key]
 
     @torch.inference_mode()
     def _logits_at(

@@ -108,6 +108,7 @@ class RunLog:
     over_stock_generate: `Measured` tokens/s of the baseline / tokens/s of transformers' `generate`;
     None outside the reference decoder. spell: returns the bytes of a token id. special: ids of
     special tokens. target_quantization: type of the target's GGUF file; None for other files.
+    eager: "target" and names of drafts that ran on a GPU without CUDA graphs.
     """
 
     target: str
@@ -123,3 +124,4 @@ class RunLog:
     special: frozenset[int] = frozenset()
     target_quantization: str | None = None
     environment: dict[str, Any] | None = None
+    eager: list[str] = field(default_factory=list)

@@ -16,7 +16,9 @@ from eval.measuring.runs import DraftLog, RunLog
 from eval.reporting.fields import NGRAM, NGRAM_FIRST, SCHEMA, Report, checked
 
 # Fields that are copied from the logs
-OF_RUN = "target target_quantization engine device dtype decoding prompts environment provenance"
+OF_RUN = (
+    "target target_quantization engine device dtype decoding prompts environment eager provenance"
+)
 OF_DRAFT = "path form vocabulary gamma gamma_policy by_load lossless counters"
 
 Table = Sequence[PromptSums]

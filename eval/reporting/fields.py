@@ -240,6 +240,9 @@ class Report(Part):
     prompts: PromptsUsed
     answers: TargetOutputs | None = Field(None, description="null: their token ids are not known")
     environment: Environment | None = None
+    eager: list[str] = Field(
+        [], description="`target` and drafts by name: ran on a GPU without CUDA graphs"
+    )
     drafts: dict[str, DraftReport] = Field(min_length=1, description="by name")
     gain: list[Gain] = Field(description="difference to the draft named, on the same prompts.")
     provenance: dict[str, JsonValue]

@@ -67,6 +67,12 @@ def _about_setting(report: Report) -> Iterator[ReportWarning]:
             f"The baseline reaches only {stock.mean:.2f} of stock generate's tokens/s, so every "
             "speed-up is too high.",
         )
+    if report.eager:
+        yield ReportWarning(
+            "no-graphs",
+            f"Without CUDA graphs ran: {', '.join(map(label, report.eager))}. Each step takes as "
+            "long as the launches of its kernels, so the speed-ups are not those of a server.",
+        )
 
 
 def _about_prompts(report: Report) -> Iterator[ReportWarning]:

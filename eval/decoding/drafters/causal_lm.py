@@ -20,7 +20,7 @@ from eval.decoding.drafters.drafter import (
     no_draft,
     timed_step,
 )
-from eval.decoding.forward import PIECE, Decoder, HiddenStates, in_pieces
+from eval.decoding.forward import PIECE, Decoder, HiddenStates, KVCache, in_pieces
 from eval.decoding.verification import Sampling
 
 
@@ -37,6 +37,10 @@ class CausalLMDrafter(HeadDrafter):
 
     def __post_init__(self) -> None:
         self.kv_bytes_per_token = self.decoder.new_cache(1, 1).bytes_per_token()
+
+    @property
+    def recorded(self) -> bool:
+        return self.decoder.recorded
 
     def cut(self, logits: Tensor) -> Tensor:
         return logits[..., : self.entries]
@@ -76,18 +80,23 @@ class CausalLMDrafter(HeadDrafter):
 
 
 def teacher_forced_logits(
-    decoder: Decoder, ids: Sequence[int], prompt_length: int, states: HiddenStates | None = None
+    decoder: Decoder,
+    ids: Sequence[int],
+    prompt_length: int,
+    states: HiddenStates | None = None,
+    cache: KVCache | None = None,
 ) -> Tensor:
     """Logits [1, R, V] after the prompt and after each later token of `ids`.
 
-    states: as in Decoder.forward, at all of the ids.
+    states: as in Decoder.forward, at all of the ids. cache: gets the keys and values of the ids.
     """
     tokens = torch.tensor([ids], device=decoder.device)
-    cache = decoder.new_cache(1, len(ids))
+    cache = cache or decoder.new_cache(1, len(ids))
     prompt = dict.fromkeys(states or ())
     *_, logits = in_pieces(decoder, tokens[:, :prompt_length], 0, cache, states=prompt)
     if len(ids) > prompt_length:
-        tail = decoder.forward(tokens[:, prompt_length:], prompt_length, cache, states=states)
+        response, plain = tokens[:, prompt_length:], cache.unrecorded()
+        tail = decoder.forward(response, prompt_length, plain, states=states)
         logits = torch.cat([logits, tail], dim=1)
         for layer, state in prompt.items():
             prompt[layer] = torch.cat([state, states[layer]], dim=1)  # type: ignore[index,list-item]

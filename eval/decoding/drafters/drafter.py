@@ -89,6 +89,11 @@ class Drafter(ABC):
     kv_bytes_per_token: int = 0
     layers: tuple[int, ...] = ()
 
+    @property
+    def recorded(self) -> bool:
+        """Whether a GPU replays its forwards as CUDA graphs; true if it has no forwards."""
+        return True
+
     @abstractmethod
     def start(self, text: Text) -> Session:
         """A session on this text."""

@@ -153,6 +153,10 @@ class MedusaDrafter(HeadDrafter):
     blocks: list[Product]
     head: Product
 
+    @property
+    def recorded(self) -> bool:
+        return False
+
     def logits(self, states: Tensor, depth: int) -> Tensor:
         """Logits [1, T, K] of head number `depth`, from the target's states [1, T, H]."""
         return self.head(states + F.silu(self.blocks[depth](states)))

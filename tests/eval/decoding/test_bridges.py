@@ -77,7 +77,7 @@ def target_embedding():
 
 
 @pytest.fixture
-def target(checkpoints):
+def target(checkpoints, forwards):
     model = load_model(str(checkpoints / "target"), torch.float32)
     decoder = build_decoder(model, 60)
     decoder.embedding = target_embedding()
@@ -207,7 +207,7 @@ def test_a_draft_that_says_something_else_is_caught(checkpoints, load, monkeypat
 
 
 @pytest.fixture
-def lacking(tmp_path, tiny_llama):
+def lacking(tmp_path, tiny_llama, forwards):
     """A draft by map that lacks two of the target's letters, c and d."""
     target = make_side(tmp_path / "t", [*"abcdefgh"])
     draft = make_side(tmp_path / "d", [*"hgfeab"])

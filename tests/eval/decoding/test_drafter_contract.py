@@ -26,7 +26,6 @@ from eval.decoding.drafters.eagle3 import Eagle3Session, build_eagle3
 from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
 from eval.decoding.drafters.medusa import MedusaDrafter, MedusaSession
 from eval.decoding.drafters.pard import PardDrafter
-from eval.decoding.graphs import GraphedDecoder
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import Target
 from eval.decoding.transformers_forward import TransformersDecoder
@@ -105,17 +104,12 @@ def transplanted(world):
     return world.drafter(transplant(model, vocab_map, target, draft, world.vocab))
 
 
-def graphed(model, context):
-    """A decoder on static buffers whose graphs run eagerly at each replay."""
-    return GraphedDecoder(build_decoder(model, context), lambda run, inputs: lambda: run(*inputs))
-
-
-def pard(world, seed=0, most=DEPTH, build=build_decoder):
+def pard(world, seed=0, most=DEPTH):
     """The mask is the last vocabulary entry, with an embedding of its own."""
     model, mask = copy.deepcopy(world.model(seed)), world.vocab - 1
     with torch.no_grad():
         model.get_input_embeddings().weight[mask].normal_()
-    return world.drafter(model, build, kind=PardDrafter, mask=mask, most=most)
+    return world.drafter(model, kind=PardDrafter, mask=mask, most=most)
 
 
 def eagle3(world, kept=None):
@@ -166,13 +160,11 @@ DRAFTERS = {
         lambda world: world.drafter(world.noisy(), TransformersDecoder),
         "some",
     ),
-    "graphed": (lambda world: world.drafter(world.noisy(), graphed), "some"),
     "by map": (by_map, "any"),
     "by map, short of room": (lambda world: by_map(world, 14), "any"),
     "transplanted": (transplanted, "any"),
     "PARD": (pard, "some"),
     "PARD, any length": (lambda world: pard(world, 5, None), "any"),
-    "PARD, graphed": (lambda world: pard(world, build=graphed), "some"),
     "EAGLE-3": (eagle3, "any"),
     "EAGLE-3, trimmed": (lambda world: eagle3(world, lambda v: torch.arange(0, v, 2)), "any"),
     "Medusa": (medusa, "any"),
@@ -191,7 +183,7 @@ PAIRS = [[a, b] for a in "aeiou" for b in "nrst"]
 
 
 @pytest.fixture(scope="module")
-def world(tiny, letters, tmp_path_factory):
+def world(tiny, letters, tmp_path_factory, forwards):
     """Letters and pairs of letters, of which target and draft share some, at other ids."""
     folder, (mine, theirs) = tmp_path_factory.mktemp("sides"), (PAIRS[:14], PAIRS[6:])
     words = [*LETTERS, *map("".join, mine)]
@@ -205,7 +197,7 @@ def world(tiny, letters, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def small(tiny, tmp_path_factory):
+def small(tiny, tmp_path_factory, forwards):
     """So few tokens that all outputs can be enumerated; two are padding, one only one side has."""
     folder = tmp_path_factory.mktemp("small")
     target = make_side(folder / "target", ["a", "b", "ab", "ba"], [["a", "b"], ["b", "a"]])
@@ -444,5 +436,5 @@ def test_all_stand_in_a_report(world, made, journal):
         assert draft.lossless.identical == len(TEXTS)
         assert 1 <= draft.gamma <= 3
         # the first token is right
-        assert (draft.alpha.mean == 1) == (name in ("itself", "PARD", "PARD, graphed"))
+        assert (draft.alpha.mean == 1) == (name in ("itself", "PARD"))
         assert (draft.payoff is None) == name.startswith("n-gram")

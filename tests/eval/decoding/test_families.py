@@ -12,7 +12,9 @@ import transformers
 
 from eval.decoding.build import build_decoder
 from eval.decoding.fused import BATCHED_ROWS, FusedDecoder
+from eval.decoding.graphs import GraphedDecoder
 from eval.decoding.transformers_forward import TransformersDecoder
+from tests.eval.decoding.replayed import Replayed
 
 PAGE = Path(__file__).parents[3] / "docs/families.md"
 VOCAB, CONTEXT, WINDOW = 53, 48, 8
@@ -210,6 +212,7 @@ def test_a_family_has_the_logits_of_transformers_or_is_refused(family):
         decoders = [build_decoder(model, CONTEXT)]
         if isinstance(decoders[0], FusedDecoder):
             decoders.append(TransformersDecoder(model, CONTEXT))
+            decoders.append(GraphedDecoder(decoders[0], Replayed()))
         for decoder in decoders:
             whole, places, ragged = decoded(decoder)
             some, rounded = (

@@ -23,9 +23,11 @@ from eval.decoding import weights
 from eval.decoding.build import build_decoder
 from eval.decoding.forward import KVCache
 from eval.decoding.fused import BATCHED_ROWS, FusedDecoder
+from eval.decoding.graphs import GraphedDecoder
 from eval.decoding.target import model_bytes
 from eval.decoding.transformers_forward import TransformersDecoder
 from eval.decoding.weights import INT8_ROWS, Int8Weight
+from tests.eval.decoding.replayed import Replayed
 
 VOCAB, CONTEXT = 53, 48
 SHAPE = {
@@ -85,7 +87,7 @@ def model(request):
 def decoders(model):
     built = build_decoder(model, CONTEXT)
     assert isinstance(built, FusedDecoder)
-    return [built, TransformersDecoder(model, CONTEXT)]
+    return [built, TransformersDecoder(model, CONTEXT), GraphedDecoder(built, Replayed())]
 
 
 def plain(model, rows):

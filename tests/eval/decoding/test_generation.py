@@ -19,7 +19,7 @@ GREEDY = Decoding(Sampling(), NEVER, LONGEST)
 
 
 @pytest.fixture(scope="module")
-def target(tiny):
+def target(tiny, forwards):
     return build_decoder(tiny(0), 80)
 
 

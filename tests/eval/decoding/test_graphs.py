@@ -1,47 +1,33 @@
-"""Recorded forwards, without a GPU: torch's own tracer records what a CUDA graph would.
-
-Both keep the tensor operations of one run and repeat them on whatever the same memory holds by
-then. What depends on a number that the host has read is frozen in both; the tracer refuses to have
-one read at all.
-"""
+"""Recorded forwards, without a GPU: what is recorded, when, and that a broken graph is noticed."""
 
 import copy
 import gc
 import itertools
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from eval.decoding import fused, graphs, loop
+from eval.decoding import forward, fused, generation, graphs, loop
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters import pard
-from eval.decoding.drafters.causal_lm import CausalLMDrafter
+from eval.decoding.drafters.causal_lm import CausalLMDrafter, teacher_forced_logits
 from eval.decoding.drafters.lookup import lookup_first
+from eval.decoding.generation import generate_batched
 from eval.decoding.graphs import GraphedDecoder, StaticCache
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import Target
 from eval.decoding.transformers_forward import TransformersDecoder
 from eval.decoding.verification import Sampling
-from eval.measuring.timing import Contender, decode_in_turns
+from eval.measuring.evaluation import Plan, evaluate
+from eval.measuring.output_check import Ledger
+from eval.measuring.timing import Contender, decode_in_turns, step_costs
 from eval.prompts import Prompt, PromptSet
+from tests.eval.decoding.replayed import Replayed, as_on_a_gpu
 
 VOCAB, CONTEXT = 61, 200
 IDS = [3, 14, 15, 9, 2, 6, 5, 35]
-
-
-class Recorder:
-    """`graphs.Record` by torch.fx. made: what was recorded, by the shape of its tokens."""
-
-    def __init__(self):
-        self.made = []
-
-    def __call__(self, run, inputs):
-        self.made.append(tuple(inputs[0].shape))
-        with torch.inference_mode(False):  # the tracer's tensors are no inference tensors
-            traced = make_fx(run)(*[one.clone() for one in inputs])
-        return lambda: traced(*inputs)
 
 
 @pytest.fixture
@@ -50,7 +36,7 @@ def pair(tiny, monkeypatch):
     monkeypatch.setattr(graphs, "BUCKET", 32)
     monkeypatch.setattr(graphs, "WIDEST", 6)
     plain = build_decoder(tiny(0), CONTEXT)
-    recorder = Recorder()
+    recorder = Replayed()
     return plain, GraphedDecoder(plain, recorder), recorder
 
 
@@ -87,6 +73,20 @@ def test_a_replay_is_right_at_every_place_and_for_every_token(pair, layers):
     assert len(recorder.made) < 2 * len(widths) - 2
 
 
+def test_what_is_read_once_is_not_recorded(pair, monkeypatch):
+    """The last piece of a prompt, a response that is teacher-forced, prompts that are answered."""
+    _, graphed, recorder = pair
+    for module in (forward, generation):
+        monkeypatch.setattr(module, "PIECE", 7)
+    how = Decoding(Sampling(), frozenset(), 2)
+    for length in range(7, 14):
+        ids = [*range(length)]
+        teacher_forced_logits(graphed, ids, length - 3)
+        list(generate_batched(graphed, [ids], how, 1, [0]))
+        decode(graphed, None, Prompt("p", prompt="unused"), ids, how)
+    assert recorder.made == [(1, 1)]  # the step after a prompt
+
+
 def test_what_a_replay_returned_stays_after_the_next(pair):
     _, graphed, _ = pair
     cache = graphed.new_cache(1, 40)
@@ -102,7 +102,7 @@ def test_a_number_read_by_the_host_is_caught(pair, monkeypatch):
     monkeypatch.setattr(
         fused, "causal_bias", lambda start, *rest: bias(torch.tensor([int(start)]), *rest)
     )
-    with pytest.raises(RuntimeError, match="get value out of a tracing tensor"):
+    with pytest.raises(RuntimeError, match="item"):
         graphed.forward(torch.tensor([[5]]), 3, graphed.new_cache(1, 40))
 
 
@@ -124,6 +124,9 @@ def test_caches_are_given_back_and_never_shared(pair):
     assert len(recorder.made) == 1
     assert not isinstance(graphed.new_cache(2, 40), StaticCache)
     assert not isinstance(graphed.new_cache(1, 257), StaticCache)
+    del again, other
+    again = graphed.new_cache(1, 33)
+    assert again.number == number  # and not the other's, with graphs of its own
     resized = again.resized(40)
     assert not isinstance(resized, StaticCache)
     resized.keys[0].zero_()
@@ -141,22 +144,16 @@ def draft(tiny, graph):
     return CausalLMDrafter(decoder=decoder, vocab_size=VOCAB, vocabulary={})
 
 
-def test_texts_and_drafts_are_those_without_graphs(tiny, pair):
-    plain, graphed, recorder = pair
-    how = Decoding(Sampling(), frozenset(), 30)
-    prompt = Prompt("p", prompt="unused")
-    without = draft(tiny, lambda decoder: decoder)
-    within = draft(tiny, lambda decoder: GraphedDecoder(decoder, recorder))
-    alone = decode(plain, None, prompt, IDS, how)
-    baseline = decode(graphed, None, prompt, IDS, how)
-    assert baseline.tokens == alone.tokens
-    expected = decode(plain, without, prompt, IDS, how, 5)
-    graphed_run = decode(graphed, within, prompt, IDS, how, 5)
-    assert graphed_run.tokens == alone.tokens
-    assert graphed_run.drafted == expected.drafted
-    assert graphed_run.accepted == expected.accepted
-    assert sum(graphed_run.accepted) > 0
-    assert len(recorder.made) < 30  # not one a step
+def test_graphs_and_caches_do_not_grow_with_the_number_of_texts(tiny, pair):
+    _, graphed, recorder = pair
+    near = draft(tiny, lambda decoder: GraphedDecoder(decoder, recorder))
+    both, how = [near, lookup_first(near, frozenset())], Decoding(Sampling(), frozenset(), 8)
+    step_costs(graphed, both, 20, 4, Sampling(), 1)  # holds a cache of each draft
+    for length in range(3, 80):
+        decode(graphed, near, Prompt("p", prompt="unused"), (IDS * 10)[:length], how, 4)
+    assert (next(graphed._numbers), next(near.decoder._numbers)) == (1, 2)  # caches so far
+    assert len(graphed._recorded) <= 5 * 3  # widths and buckets
+    assert len(near.decoder._recorded) <= 6 * 3
 
 
 def test_nothing_is_recorded_within_a_timed_text(tiny, pair, monkeypatch, journal):
@@ -211,3 +208,56 @@ def test_a_pard_mask_is_read_by_every_decoder(tiny, pair, monkeypatch, build):
         unmasked = plain.forward(ids, 0, plain.new_cache(1, 40))
         torch.testing.assert_close(unmasked, tiny(0)(ids).logits, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(found, unmasked, atol=0.1)
+
+
+def stale_position(run, inputs):
+    frozen = inputs[1].clone()
+    return Replayed()(lambda tokens, start, *held: run(tokens, frozen, *held), inputs)
+
+
+def with_mask(run, inputs, start_of):
+    right = fused.causal_bias
+    with patch.object(fused, "causal_bias", lambda start, *rest: right(start_of(start), *rest)):
+        return Replayed()(run, inputs)
+
+
+def stale_mask(run, inputs):
+    frozen = inputs[1].clone()
+    return with_mask(run, inputs, lambda start: frozen)
+
+
+def one_slot_too_few(run, inputs):
+    return with_mask(run, inputs, lambda start: start - 1)
+
+
+def buffers_swapped(run, inputs):
+    count = len(inputs) // 2 + 1
+    values_first = [*inputs[:2], *inputs[count:], *inputs[2:count]]
+    return Replayed()(run, values_first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("record", "broken"),
+    [
+        (Replayed(), False),
+        (stale_position, True),
+        (stale_mask, True),
+        (one_slot_too_few, True),
+        (buffers_swapped, True),
+    ],
+)
+def test_a_broken_graph_is_a_mismatch_and_no_near_tie(
+    tiny, letters, journal, monkeypatch, record, broken, dtype
+):
+    as_on_a_gpu(monkeypatch, lambda: record)
+    model = tiny(0).to(dtype)
+    target = Target("tiny", model, letters(VOCAB), build_decoder(model, CONTEXT), frozenset({99}))
+    near = draft(lambda seed: tiny(seed).to(dtype), lambda decoder: decoder)
+    ids = [[*range(i, i + 7)] for i in range(4)]
+    prompts = PromptSet("made up", [Prompt(f"p{i}", prompt="unused") for i in range(4)], ids)
+    how = Decoding(Sampling(), target.stops, 12)
+    _, (log,) = evaluate(target, {"near": near}, prompts, prompts, how, Plan(3, 3, 4), journal, {})
+    checked = Ledger(**log.lossless)
+    assert checked.unexplained == (4 if broken else 0)
+    assert not broken or checked.tie_divergences == 0

@@ -29,7 +29,7 @@ GREEDY = Decoding(Sampling(), frozenset({VOCAB + 1}), 40)
 
 
 @pytest.fixture(scope="module")
-def target(tiny_llama):
+def target(tiny_llama, forwards):
     model = tiny_llama(0, spread=4, vocab_size=VOCAB, eos_token_id=None, bos_token_id=None)
     return Target("tiny", model, None, build_decoder(model, 100), GREEDY.stops)
 

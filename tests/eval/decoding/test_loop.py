@@ -19,7 +19,7 @@ IDS = [3, 14, 15, 9, 2]
 
 
 @pytest.fixture(scope="module")
-def target(tiny):
+def target(tiny, forwards):
     return build_decoder(tiny(0), 80)
 
 

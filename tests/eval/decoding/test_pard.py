@@ -35,7 +35,7 @@ def reference(model, text, count):
         return whole(torch.tensor([[*text, *[MASK] * (count - 1)]])).logits[0, len(text) - 1 :]
 
 
-def test_it_proposes_what_a_plain_pass_over_text_and_masks_says(tiny):
+def test_it_proposes_what_a_plain_pass_over_text_and_masks_says(tiny, forwards):
     model, text = masked(tiny), [3, 14, 15, 9, 2, 7, 30, 31, 8, 50, 44, 12, 12, 1, 2]
     given = Text(text[:6], 80, Sampling(), torch.Generator(), {})
     session = drafter_of(model).start(given)

@@ -5,6 +5,7 @@ import json
 import torch
 
 from align.vocabulary import read_vocabulary
+from eval.decoding.forward import KVCache
 from tests.align.conftest import byte_level
 
 
@@ -21,15 +22,8 @@ def make_side(folder, tokens, merges=(), added=(), eos=None):
     return read_vocabulary(str(folder))
 
 
-class Slots(list):
-    """The tokens that a Remembered's cache holds."""
-
-    def bytes_per_token(self):
-        return 0
-
-
 class Remembered:
-    """A decoder that computes what follows a text once; a stale slot of its cache would show."""
+    """A decoder that computes what follows a text once; its cache holds the tokens of the text."""
 
     def __init__(self, decoder):
         self.decoder, self.known = decoder, {}
@@ -37,7 +31,8 @@ class Remembered:
             setattr(self, name, getattr(decoder, name))
 
     def new_cache(self, rows, slots):
-        return Slots([None] * slots)
+        tokens = torch.full((1, 1, slots, 1), -1)  # no token: a slot that is read unwritten shows
+        return KVCache([tokens], [])
 
     def after(self, text, layers):
         if (text, layers) not in self.known:
@@ -49,10 +44,11 @@ class Remembered:
 
     @torch.inference_mode()
     def forward(self, tokens, start, cache, last_only=False, states=None):
-        layers, found = tuple(states or ()), []
-        for i, token in enumerate(tokens[0].tolist()):
-            cache[start + i] = token
-            found.append(self.after(tuple(cache[: start + i + 1]), layers))
+        layers, end = tuple(states or ()), start + tokens.shape[1]
+        held = cache.keys[0].flatten()
+        held[start:end] = tokens[0]
+        text = tuple(held[:end].tolist())
+        found = [self.after(text[: i + 1], layers) for i in range(start, end)]
         for number, layer in enumerate(layers):
             states[layer] = torch.stack([read[number] for _, read in found])[None]
         return torch.stack([logits for logits, _ in found])[None][:, -1 if last_only else 0 :]

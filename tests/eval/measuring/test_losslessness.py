@@ -51,6 +51,8 @@ def test_a_text_that_is_cut_short_is_unexplained(target, own):
 class Duplicated:
     """A target whose logits for two tokens are always equal up to the noise of wide forwards."""
 
+    recorded = False
+
     def __init__(self, decoder, noise):
         self.decoder, self.noise = decoder, noise
         self.device, self.context_length = decoder.device, decoder.context_length

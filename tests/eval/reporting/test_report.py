@@ -384,6 +384,7 @@ def test_too_few_prompts_give_no_verdict(run_info, measurement):
         ("prompts.overlap_with_training", 0.0, 0.25, "overlap"),
         ("prompts.in_chat_form", 1.0, 0.25, "raw-prompts"),
         ("baseline.over_stock_generate.mean", 0.96, 0.94, "slow-baseline"),
+        ("eager", [], ["target"], "no-graphs"),
         ("drafts.tuned.decode_efficiency.mean", 0.81, 0.79, "overhead"),
         ("drafts.tuned.decode_efficiency.mean", 1.09, 1.11, "slow-steps"),
         ("drafts.tuned.per_position.0.drafts", 300, 299, "few-drafts"),
