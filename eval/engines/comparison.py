@@ -26,6 +26,8 @@ from eval.prompts import Prompt, PromptSet
 from eval.reporting.build import build_report
 from eval.reporting.fields import Report
 
+WARM_UP = 16  # tokens of outputs that are not timed
+
 
 class Output(NamedTuple):
     """An engine's output for one prompt.
@@ -264,11 +266,15 @@ class Comparison:
                 finally:
                     if visit.judges:  # after a failure, too, for the outputs decoded before
                         self._judge(engine)
-                stage = "rounds"
+                stage, warm = "rounds", set[int]()
                 for number in visit.rounds:
-                    doing = f"at {self.rounds[number].concurrency} requests at a time: "
-                    timed = timed_round(engine, self.rounds[number], self.decoding)
-                    contender.rounds[number] = timed
+                    asked = self.rounds[number]
+                    doing = f"at {asked.concurrency} requests at a time: "
+                    if asked.concurrency not in warm:  # a GPU's first batches compile kernels
+                        first = asked._replace(prompts=asked.prompts[: asked.concurrency])
+                        timed_round(engine, first, replace(self.decoding, max_new_tokens=WARM_UP))
+                        warm.add(asked.concurrency)
+                    contender.rounds[number] = timed_round(engine, asked, self.decoding)
                     bar.update()
         except ServerError as error:  # here, because `running` may add to the error
             contender.failures.setdefault(stage, f"{doing}{error}")

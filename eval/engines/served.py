@@ -21,6 +21,7 @@ from align.errors import UserError
 from align.sources import load_config, resolve_checkpoint
 from eval.decoding.loop import Decoding
 from eval.engines.comparison import (
+    WARM_UP,
     Comparison,
     Contender,
     Output,
@@ -39,7 +40,6 @@ from eval.prompts import PromptSet
 from eval.reporting.fields import Report
 
 PATIENCE = 600.0  # most seconds without a byte from a server started here, which may use a CPU
-WARM_UP = 16  # tokens of a server's first output, which is not timed
 STEPS = ("tau", "mean_drafted", "accepted_over_drafted", "per_position")
 UNTOLD = {
     **REFERENCE_ONLY,

@@ -47,7 +47,8 @@ def test_logits_are_those_of_the_cpu(tiny_llama):
 
 
 def test_a_replayed_graph_computes_what_the_forward_does(tiny_llama):
-    graphed = build_decoder(tiny_llama(1, spread=4, num_key_value_heads=2).cuda(), 600)
+    model = tiny_llama(1, spread=4, num_key_value_heads=2, max_position_embeddings=600)
+    graphed = build_decoder(model.cuda(), 600)
     plain, generator = graphed.fused, torch.Generator().manual_seed(4)
     caches = graphed.new_cache(1, 600), plain.new_cache(1, 600)
     at = 0

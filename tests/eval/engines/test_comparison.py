@@ -8,6 +8,7 @@ import pytest
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.engines.comparison import (
+    WARM_UP,
     Comparison,
     Contender,
     runs_already,
@@ -64,7 +65,11 @@ def test_all_work_is_done_once(fake, order):
     servers = [fake(1), fake(2), fake(3)]
     comparison = compared(servers, order, [2])
     assert pairs(comparison) == [[0, 1, 2, 3]] * 2
-    assert [len(server.streamed) for server in servers] == [4 + 16] * 3  # 4 rounds of 4 requests
+    for server in servers:
+        lengths = [body["max_tokens"] for body in server.streamed]
+        assert lengths.count(20) == 4 + 16  # 4 rounds of 4 requests
+        at_load = lengths[lengths.index(WARM_UP) :]
+        assert at_load[:6] == [WARM_UP] * 2 + [20] * 4  # a server's first batches compile kernels
     for length, draft in enumerate(comparison.drafting, 2):
         assert comparison.failure(draft) == ""
         assert comparison.divergent(draft) == []
@@ -103,7 +108,7 @@ def test_outputs_from_before_a_failure_and_those_of_others_stay(
 )
 def test_a_failure_at_a_load_leaves_the_prompts_and_the_loads_before(fake, order, failing, loads):
     servers = [fake(1), fake(3)]
-    servers[failing].refuses_after = 4 + 8 + 3  # at 1, all of 4 rounds of 2; some at 4
+    servers[failing].refuses_after = 4 + 12 + 7  # at 1, all of 4 rounds of 2, warmed up; some at 4
     comparison = compared(servers, order, [1, 4])
     assert pairs(comparison) == [[0, 1, 2, 3]]
     points, reason = comparison.by_load(*comparison.drafting)
