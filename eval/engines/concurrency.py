@@ -75,6 +75,7 @@ def load_point(concurrency: int, rounds: Sequence[tuple[TimedRound, TimedRound]]
     lengths = [(c.drafts + c.accepted, c.drafts) for c in counted if c.drafts]
     plain_runs = [run for plain, _ in rounds for run in plain.runs]
     draft_runs = [run for _, with_draft in rounds for run in with_draft.runs]
+    several = all(any(run.block_tokens for run in runs) for runs in (plain_runs, draft_runs))
     return {
         "concurrency": concurrency,
         "requests": len(plain_runs),
@@ -83,6 +84,8 @@ def load_point(concurrency: int, rounds: Sequence[tuple[TimedRound, TimedRound]]
             speculative=measure("tokens_per_s", rates, lambda t: t[..., 3] / t[..., 2]),
         ),
         "speedup": measure("speedup", rates, speedup_of),
-        "itl_ms": Both(baseline=itl_ms(plain_runs), speculative=itl_ms(draft_runs)),
+        "itl_ms": Both(baseline=itl_ms(plain_runs), speculative=itl_ms(draft_runs))
+        if several
+        else None,
         "mean_acceptance_length": measure("mean_acceptance_length", lengths) if lengths else None,
     }

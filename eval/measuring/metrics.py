@@ -365,7 +365,7 @@ def itl_ms(runs: Sequence[PromptRun]) -> Latency:
     seconds = np.array([s for run in runs for s in run.block_seconds])
     tokens = np.array([k for run in runs for k in run.block_tokens], dtype=np.int64)
     if not tokens.sum():
-        raise NothingToMeasure("itl_ms: no token was emitted after the prefill")
+        raise NothingToMeasure("no token was emitted after the prefill")
     p50, p95 = np.percentile(np.repeat(1000 * seconds / tokens, tokens), [50, 95])
     return Latency(p50=float(p50), p95=float(p95), tokens=int(tokens.sum()))
 

@@ -51,7 +51,7 @@ class LoadPoint(Part):
     requests: Positive
     tokens_per_s: Both[Measured] = Field(description="of all requests together")
     speedup: Measured = Field(description="of these tokens/s")
-    itl_ms: Both[Latency]
+    itl_ms: Both[Latency] | None = Field(description="null: no output has a second token")
     mean_acceptance_length: Measured | None = Field(description="null: the server has no counters")
 
 
@@ -119,7 +119,7 @@ class DraftReport(Part):
     )
     tokens_per_s: Both[Measured] = Field(description="emitted tokens / seconds, prefill included")
     ttft_ms: Both[Measured] = Field(description="time to the first token.")
-    itl_ms: Both[Latency] = Field(
+    itl_ms: Both[Latency] | None = Field(
         description="between tokens; a step's time is spread over its own."
     )
     memory: Memory | None

@@ -1,5 +1,6 @@
 """Several requests at a time, behind fake servers, and the draft lengths that they propose."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -50,6 +51,14 @@ def test_so_many_requests_are_in_flight_and_counted(fake):
     assert both.speculative.mean / both.baseline.mean == pytest.approx(four["speedup"].mean)
     # four at a time wait together
     assert both.baseline.mean > 2 * one["tokens_per_s"].baseline.mean
+
+
+def test_outputs_of_one_token_have_no_time_between_tokens(fake):
+    clients = [VllmServer(fake(length).url, 5.0, connections=1) for length in (1, 3)]
+    one = replace(DECODING, max_new_tokens=1)
+    asked = concurrent_rounds(PROMPTS, 1)[0]
+    round_ = tuple(timed_round(client, asked, one) for client in clients)
+    assert load_point(1, [round_])["itl_ms"] is None
 
 
 ALWAYS_GAINS, AT_FEW = {1: 1.2, 4: 1.1, 8: 1.05}, {1: 1.4, 4: 1.1, 8: 0.8}

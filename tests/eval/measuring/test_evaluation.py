@@ -161,6 +161,15 @@ def test_an_interrupted_evaluation_goes_on_with_its_prompts(key, drafter, evalua
     assert report.drafts["draft"].alpha.n == report.prompts.n == 8
 
 
+def test_outputs_of_one_token_have_a_report(key, drafter, evaluated):
+    draft = drafter(key.target.decoder, VOCAB)
+    how = dataclasses.replace(HOW, max_new_tokens=1)
+    report = evaluated(draft, 4, None, how=how).drafts["draft"]
+    assert report.itl_ms is None
+    assert "itl_ms" in {missing.field for missing in report.missing}
+    assert report.lossless.identical == 4
+
+
 @pytest.mark.parametrize("shared", [[1, 3, 1], [99, 3, 99]])
 def test_draft_lengths_are_not_chosen_on_evaluated_prompts(key, drafter, evaluated, shared):
     tuning = PromptSet("other", [Prompt("t", prompt="x")], [[i % VOCAB for i in shared]])
