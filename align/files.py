@@ -23,6 +23,9 @@ from filelock import FileLock, Timeout
 
 from align.errors import UserError
 
+# Texts by which safetensors and torch say that the disk is full; their exceptions have no errno.
+_DISK_FULL = ("No space left on device", "unexpected pos")
+
 
 @contextmanager
 def atomic_file(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
@@ -150,14 +153,16 @@ def disk_full_explained(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # safetensors and torch raise other exceptions, with the reason as text
-        code = error.errno if isinstance(error, OSError) else None
-        if code not in (errno.ENOSPC, errno.EDQUOT) and "No space left on device" not in str(error):
+        # a UserError is that of a file within a folder; the folder is named instead
+        reason = error.__cause__ if isinstance(error, UserError) else error
+        code = reason.errno if isinstance(reason, OSError) else None
+        full = code in (errno.ENOSPC, errno.EDQUOT)
+        if not full and not any(text in str(reason) for text in _DISK_FULL):
             raise
         raise UserError(
             f"The disk is full: {path} could not be written; its earlier content is unchanged. "
             "Free some space or choose another folder, then run the same command again."
-        ) from error
+        ) from reason
 
 
 def refuse_unwritable(folder: Path) -> None:

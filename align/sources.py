@@ -552,6 +552,8 @@ def _check_checkpoint(spec: str, folder: Path, weights: bool, quantised: bool) -
             "runs any code in it; load it with transformers somewhere safe and call "
             "save_pretrained, or name a repository with safetensors."
         )
+    if weights and (lost := [path.name for path in weight_files(folder) if not path.is_file()]):
+        raise SourceError(f"{spec!r} lacks {_some(lost)}; fetch or copy the checkpoint again.")
 
 
 def refuse_quantised(spec: str, folder: Path) -> None:

@@ -5,6 +5,7 @@ import signal
 import stat
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -227,9 +228,21 @@ def test_a_full_disk_is_explained_and_loses_nothing(tmp_path):
     assert contents(tmp_path) == {"cache.bin": "old"}
 
 
-def test_a_full_disk_reported_by_a_library_is_explained(tmp_path):
-    with pytest.raises(UserError, match="disk is full"), atomic_folder(tmp_path / "draft"):
-        raise RuntimeError("I/O error: No space left on device (os error 28)")  # of safetensors
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("I/O error: No space left on device (os error 28)"),  # of safetensors
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 8 vs 4"),  # torch
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_full_disk_reported_by_a_library_is_explained(tmp_path, error, nested):
+    with (
+        pytest.raises(UserError, match=rf"disk is full: {tmp_path}/draft could"),
+        atomic_folder(tmp_path / "draft") as folder,
+        atomic_file(folder / "file") if nested else nullcontext(),
+    ):
+        raise error
     assert names(tmp_path) == []
 
 

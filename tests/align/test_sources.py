@@ -282,6 +282,11 @@ def test_shards_that_the_index_does_not_name_are_not_read(checkpoint):
     weights = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(weights))
     assert weight_files(checkpoint) == [checkpoint / "model-00001-of-00001.safetensors"]
+    resolve_checkpoint(str(checkpoint))
+    weights["weight_map"]["b"] = "model-00003-of-00003.safetensors"
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(weights))
+    with pytest.raises(SourceError, match="model-00003-of-00003"):  # found before it is read
+        resolve_checkpoint(str(checkpoint))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to put it on")

@@ -4,7 +4,11 @@ import hashlib
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from align.sources import SourceError
+from eval.decoding.drafters.compact import weights_of
 from eval.decoding.target import stop_tokens, weights_sha256
 
 
@@ -40,3 +44,15 @@ def test_the_hash_of_weights_covers_every_file(tmp_path):
         assert weights_sha256(str(tmp_path)) == expected
         assert weights_sha256(f"lookup-first:{tmp_path}") == expected
     assert weights_sha256(str(tmp_path / "none")) is None
+
+
+def test_a_draft_is_read_from_its_own_file_alone(tmp_path):
+    weights = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(2)}, weights)
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "older.safetensors")
+    read = weights_of(tmp_path, "cpu")
+    assert read.keys() == {"a"}
+    assert read["a"].tolist() == [1, 1]
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(SourceError, match=weights.name):
+        weights_of(tmp_path, "cpu")
