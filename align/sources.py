@@ -230,10 +230,15 @@ def load_model(spec: str, dtype: torch.dtype, spread: bool = False) -> PreTraine
     them with random numbers and only warn), or if it does not fit on the GPUs.
     """
     folder = resolve_checkpoint(spec)
+    import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM  # its annotations do not know output_loading_info
+    too_large = SourceError(
+        f"{spec!r} does not fit on the GPUs of this process. Make more GPUs visible "
+        "(CUDA_VISIBLE_DEVICES), or let a server answer (answers: server)."
+    )
     try:
         model, loaded = auto.from_pretrained(
             folder,
@@ -244,6 +249,8 @@ def load_model(spec: str, dtype: torch.dtype, spread: bool = False) -> PreTraine
             output_loading_info=True,
             device_map="auto" if spread else None,
         )
+    except torch.OutOfMemoryError as error:
+        raise too_large from error
     except (OSError, SafetensorError, RuntimeError) as error:
         raise SourceError(
             f"The weights of {spec!r} cannot be read ({_one_line(error)}); they are damaged or "
@@ -258,10 +265,7 @@ def load_model(spec: str, dtype: torch.dtype, spread: bool = False) -> PreTraine
     _refuse_incomplete(spec, loaded)
     # accelerate keeps layers that did not fit on the CPU, or as `meta` tensors
     if spread and {p.device.type for p in model.parameters()} & {"cpu", "meta"}:
-        raise SourceError(
-            f"{spec!r} does not fit on the GPUs of this process. Make more GPUs visible "
-            "(CUDA_VISIBLE_DEVICES), or let a server answer (answers: server)."
-        )
+        raise too_large
     return model.eval()
 
 

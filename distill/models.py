@@ -125,15 +125,19 @@ def with_published_kind(recipe: Recipe) -> Recipe:
     if recipe.draft is None:
         return recipe
     folder = resolve_checkpoint(recipe.draft, weights=False)
+    about = read_json(folder / "config.json")
     published = published_format(folder)
     if published is None:
-        if not recipe.kind.language_model:
+        parallel = "pard_token" in about
+        if parallel and recipe.drafter is None:
+            return build_recipe(recipe.values() | {"drafter": "pard"})
+        if (parallel and recipe.kind_name != "pard") or not recipe.kind.language_model:
             raise UserError(
                 f"drafter is {recipe.kind_name!r}, but draft {recipe.draft!r} is of another kind; "
                 "name a draft of this kind, or leave drafter out."
             )
         return recipe
-    size = published.head_size(read_json(folder / "config.json"))
+    size = published.head_size(about)
     text = load_config(recipe.target).get_text_config()
     if recipe.drafter not in (None, published.name):
         raise UserError(

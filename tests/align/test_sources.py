@@ -12,7 +12,7 @@ import pytest
 import torch
 from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from align import to_gguf
 from align.errors import UserError
@@ -293,6 +293,15 @@ def test_shards_that_the_index_does_not_name_are_not_read(checkpoint):
 def test_a_model_that_is_spread_over_gpus_is_never_left_on_the_cpu(checkpoint):
     with pytest.raises(SourceError, match="CUDA_VISIBLE_DEVICES"):
         load_model(str(checkpoint), torch.float32, spread=True)
+
+
+def test_a_gpu_that_is_too_small_is_no_damage(checkpoint, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
+    with pytest.raises(SourceError, match="does not fit"):
+        load_model(str(checkpoint), torch.float32)
 
 
 # --- GGUF

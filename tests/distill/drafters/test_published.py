@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from align.errors import UserError
 from align.sources import load_model, read_json
 from distill.models import with_published_kind
 from distill.train import run
@@ -123,3 +124,11 @@ def test_an_embedding_of_its_own_is_refused_and_the_targets_is_dropped(published
     save_file(tensors | {"embed_tokens.weight": own + 1}, path)
     with pytest.raises(ValueError, match="another input embedding"):
         eagle3.load_eagle3(tmp_path / "draft", own, target.config)
+
+
+def test_a_published_pard_draft_is_trained_as_one(job, finished, tmp_path):
+    draft = str(finished("pard sibling").folder / "draft")
+    assert with_published_kind(job(tmp_path, draft=draft)).kind_name == "pard"
+    assert with_published_kind(job(tmp_path, draft=draft, drafter="pard")).kind_name == "pard"
+    with pytest.raises(UserError, match="sibling"):
+        with_published_kind(job(tmp_path, draft=draft, drafter="sibling"))
