@@ -41,12 +41,13 @@ PADDING = -100  # transformers pads the gathered results of an evaluation with t
 
 @dataclass
 class Measurement:
-    """A measurement after `step` steps, on `tokens` different tokens.
+    """The acceptance on held-out prompts after `step` training steps.
 
-    The lists have a number for each held-out prompt. accepted, lacking: the results of
-    `losses.acceptance` for the first token of a draft, summed over the prompt's positions.
-    positions: their number. draft_accepted, draft_tokens: the accepted tokens, and all tokens, of
-    the drafts that are trained.
+    tokens: the number of different tokens that were trained on. The lists have a number for each
+    held-out prompt. accepted, lacking: the results of `losses.acceptance` for the first token of a
+    draft, summed over the prompt's response positions. positions: the number of these positions.
+    draft_accepted: the sum of the acceptance rates of all draft tokens that are trained.
+    draft_tokens: the number of these tokens.
     """
 
     step: int

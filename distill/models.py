@@ -133,8 +133,8 @@ def with_published_kind(recipe: Recipe) -> Recipe:
             return build_recipe(recipe.values() | {"drafter": "pard"})
         if (parallel and recipe.kind_name != "pard") or not recipe.kind.language_model:
             raise UserError(
-                f"drafter is {recipe.kind_name!r}, but draft {recipe.draft!r} is of another kind; "
-                "name a draft of this kind, or leave drafter out."
+                f"drafter is {recipe.kind_name!r}, but draft {recipe.draft!r} is of kind "
+                f"{'pard' if parallel else 'sibling'!r}; leave drafter out."
             )
         return recipe
     size = published.head_size(about)

@@ -344,6 +344,12 @@ def _check_together(recipe: Recipe) -> None:
             f"drafter is {recipe.kind_name!r}, but must be one of {', '.join(kinds())}; correct it."
         )
     values = recipe.values() | {"drafter": recipe.kind_name}
+    for key in ("answer_url", "speculative_url"):
+        if "@" in (values[key] or ""):  # recipe.yaml and the report would have it
+            raise RecipeError(
+                f"{key} holds a user name or a password, and no server gets them; remove them, and "
+                "set DRAFTSMITH_API_KEY if the server needs a key."
+            )
     for contradict, keys, reason in _contradictions(recipe):
         if contradict:
             named = ", ".join(f"{key} is {yaml_text(values.get(key))}" for key in keys.split())

@@ -121,8 +121,8 @@ def refuse_states(config: Any, stateful: bool) -> None:
         )
     if config.model_type == "gpt_neo":
         raise UserError(
-            f"{refused}its modules place attention windows by the longest row, so shorter rows "
-            "would read too few tokens; use a model of another family."
+            f"{refused}its local attention counts tokens from the end of the longest text of a "
+            "batch, so shorter texts would read too few tokens; use a model of another family."
         )
 
 

@@ -65,8 +65,13 @@ class Server:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ServerError(f"{url!r} is not an address of a server; write http://HOST:PORT.")
+        if "@" in parts.netloc:  # it would stand in errors and reports
+            raise ServerError(
+                f"The address of {parts.hostname} holds a user name or a password, and no server "
+                f"gets them; remove them, and set {API_KEY} if the server needs a key."
+            )
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.host, self.address = parts.hostname, parts.netloc.rpartition("@")[2]
+        self.host, self.address = parts.hostname, parts.netloc
         self.timeout = timeout
         self.asked_model = model
         self._key = os.environ.get(API_KEY, "").strip()

@@ -13,8 +13,9 @@ from eval.measuring.cost import StepCosts
 class Speculation(NamedTuple):
     """An engine's counts of speculation.
 
-    drafts: target calls that verified a draft. drafted, accepted: numbers of tokens. accepted_at:
-    number of drafts whose token was accepted, by position [draft length].
+    drafts: the number of target calls that verified draft tokens. drafted: the number of draft
+    tokens. accepted: the number of accepted draft tokens. accepted_at [draft length]: at each
+    position in the draft, the number of calls that accepted the token there.
     """
 
     drafts: float

@@ -217,6 +217,13 @@ def test_keys_that_contradict_each_other_are_both_named(loaded, lines, keys):
     assert all(key in str(refused.value) for key in keys.split())
 
 
+@pytest.mark.parametrize("key", ["answer_url", "speculative_url"])
+def test_a_password_in_an_address_is_refused_and_not_shown(loaded, key):
+    with pytest.raises(RecipeError, match=key) as refused:
+        loaded(f"{key}: http://me:secret@host:1")
+    assert "secret" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     "text",
     [b"", b"just words", b"- a\n- b", b"1: 2", b"seed: 1\nseed: 2", b"name: \xff\xfe"],

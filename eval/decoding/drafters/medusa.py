@@ -180,7 +180,11 @@ class MedusaDrafter(HeadDrafter):
 
 
 class MedusaSession(Session):
-    """`state` [1, 1, H]: the target's state at the token before the newest token."""
+    """The heads on one text.
+
+    state [1, 1, H]: the target's last hidden state at the token before the newest token, which is
+    the last emitted token.
+    """
 
     def __init__(self, drafter: MedusaDrafter, text: Text) -> None:
         self.drafter, self.sampling, self.generator = drafter, text.sampling, text.generator

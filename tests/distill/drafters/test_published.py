@@ -80,7 +80,7 @@ def test_the_kind_and_the_head_are_read_from_the_draft(job, published, tmp_path)
     assert with_published_kind(plain) is plain
     with pytest.raises(ValueError, match=r"drafter is 'medusa', but draft .* of kind 'eagle3'"):
         with_published_kind(job(tmp_path, draft=str(root / "eagle"), drafter="medusa"))
-    with pytest.raises(ValueError, match=r"drafter is 'eagle3', but draft .* is of another kind"):
+    with pytest.raises(ValueError, match=r"drafter is 'eagle3', but draft .* of kind 'sibling'"):
         with_published_kind(job(tmp_path, drafter="eagle3"))
     shutil.copytree(root / "eagle", tmp_path / "other")
     about = read_json(root / "eagle" / "config.json") | {"hidden_size": 96}

@@ -13,6 +13,9 @@ from tests.fake_vllm import TEXT
 def test_an_address_that_is_none():
     with pytest.raises(ServerError, match="localhost:8000"):
         Server("localhost:8000")
+    with pytest.raises(ServerError, match="host") as refused:
+        Server("http://me:secret@host:8000")
+    assert "secret" not in str(refused.value)
 
 
 def test_a_redirect_is_not_followed(fake, monkeypatch):
