@@ -108,8 +108,9 @@ class AnsweringTarget:
             lengths = [n - len(ids) + 1 for n, ids in zip(lengths, prompts, strict=True)]
         if max(lengths) <= 1:
             raise UserError(
-                f"All {len(lengths)} outputs of the target are empty: its first token is a stop "
-                "token. Check the chat template, and whether the prompts should be `messages`."
+                f"All {len(lengths)} outputs of the target have one token, a stop token unless "
+                "answer_max_new_tokens is 1. Raise it, or check the chat template and whether the "
+                "prompts should be `messages`."
             )
         if PartialState().is_main_process:
             print(
