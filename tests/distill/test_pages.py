@@ -105,6 +105,7 @@ def run(words):
     return MODULES[module](arguments) or 0, int("--fail_under_alpha" in words)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     "page",
     [page for page in PAGES if page.name != "CHANGELOG.md" and [*commands_of(page)]],

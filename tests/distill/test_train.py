@@ -285,6 +285,7 @@ def test_a_finished_run_keeps_what_is_needed_and_can_be_run_again(finished, tmp_
     assert weights.read_bytes() == tuned
 
 
+@pytest.mark.real
 def test_the_terminal_names_each_stage_and_shows_nothing_that_a_user_cannot_mend(job, tmp_path):
     """The script is run by its path from another folder, as a reader may do."""
     file = tmp_path / "recipe.yaml"

@@ -47,6 +47,7 @@ def published(finished, tmp_path_factory):
     return root, alphas
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("layout", KIND_OF)
 def test_it_starts_as_it_was_is_tuned_and_leaves_in_its_layout(job, published, tmp_path, layout):
     root, alphas = published
