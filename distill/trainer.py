@@ -423,7 +423,7 @@ def _resumed(recipe: Recipe) -> Path | None:
         return last_checkpoint(recipe.folder)
     if processes_of(Path(asked)) is None:
         raise RecipeError(
-            f"resume_from_checkpoint is {asked!r}, but this folder is no complete checkpoint; "
+            f"resume_from_checkpoint is {asked!r}, but this folder is not a complete checkpoint; "
             "name another, or leave the key out to resume from the last complete one."
         )
     return Path(asked)

@@ -224,7 +224,7 @@ class Comparison:
         """The report of these logs; provenance.failures names drafts that failed, with the reason.
 
         rule: the engine's verification of sampled tokens. stop_tokens: their number; None: unknown.
-        facts: fields of a RunLog. Raises ServerError if there is no log.
+        facts: fields of a RunLog. Raises ServerError if no draft has a log.
         """
         failed = {draft.name: self.failure(draft) for draft in self.drafting}
         failures = "; ".join(f"{name} {failure}" for name, failure in failed.items() if failure)
