@@ -165,11 +165,8 @@ def _limits(report: Report, weights: set[str]) -> Iterator[str]:
         yield f"Output check in {engine}{length}: {counts}."
         if draft.speedup.bounds[0] <= 1:
             yield f"In {engine}{length} no speed-up is shown: {draft.speedup:.2f}."
-        for load in draft.by_load:
-            yield (
-                f"In {engine}{length}, {load.concurrency} requests at a time: speed-up "
-                f"{load.speedup:.2f}."
-            )
+        for point in draft.by_load:
+            yield (f"In {engine}{length}, {point.load}: speed-up {point.speedup:.2f}.")
 
 
 # --- Names that reveal nothing about the machine

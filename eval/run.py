@@ -7,7 +7,7 @@
     python -m eval.run --run DIR                                      the drafts of a training run
     python -m eval.run --engine vllm --gamma 4 --target T --draft D --prompts P
     python -m eval.run --engine vllm --base_url URL --baseline_url URL --prompts P
-    python -m eval.run --engine vllm … --concurrency 1,4,8            several requests at a time
+    python -m eval.run --engine vllm … --concurrency 1,4,8            at steady loads
     python -m eval.run --engine transformers --gamma 3 --target T --draft D --prompts P
 
 Exit status: 0; 1 if the lower bound of the last draft's 95% interval is below --fail_under_alpha or
@@ -24,6 +24,7 @@ if not __package__:
 
 import argparse
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, get_args
@@ -42,6 +43,7 @@ from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
 from eval.decoding.target import load_on, load_target, stop_tokens
 from eval.decoding.verification import Sampling
+from eval.engines.load import GOODPUT, Load
 from eval.engines.local_vllm import vllm_python
 from eval.engines.served import measure_servers, measure_started
 from eval.engines.transformers_assisted import load_drafts, measure_assisted
@@ -125,6 +127,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="engine vllm: also measure with N requests at a time, as 1,4,8,32",
     )
     add(
+        "--request_rate",
+        type=_rates,
+        default=[],
+        metavar="N,N,…",
+        help="engine vllm: also measure with N new requests per second, at random times",
+    )
+    add(
+        "--goodput",
+        type=_limits,
+        metavar="NAME:MS,…",
+        help="limits of a good request at these loads, as ttft:500,tpot:50,e2el:3000",
+    )
+    add(
         "--strategy",
         default="auto",
         choices=["auto", *get_args(Strategy)],
@@ -146,9 +161,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.set_defaults(**_of_run(args.run, given))
         args = parser.parse_args(argv)
     args.served = args.engine == "vllm" and bool(args.base_url or args.baseline_url)
+    args.loads = [Load(concurrency=n) for n in args.concurrency]
+    args.loads += [Load(rate=rate) for rate in args.request_rate]
+    args.draft_length = args.gamma[0] if args.gamma else None
     for reason in _refusals(args):
         parser.error(reason)
-    args.draft_length = args.gamma[0] if args.gamma else None
     return args
 
 
@@ -161,8 +178,10 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
         yield "engine vllm renders whole prompts; give --long_prompts drop, or shorter --prompts"
     if engine != "vllm" and several:
         yield f"engine {engine} takes one --gamma, not {args.gamma}"
-    if engine != "vllm" and args.concurrency:
-        yield f"--concurrency needs engine vllm; omit it with engine {engine}"
+    if engine != "vllm" and args.loads:
+        yield f"--concurrency and --request_rate need engine vllm; omit them with engine {engine}"
+    if args.goodput and not args.loads:
+        yield "--goodput needs a load; give --concurrency or --request_rate"
     if args.served:
         if not (args.base_url and args.baseline_url and args.prompts):
             yield "engine vllm needs --base_url, --baseline_url and --prompts"
@@ -187,6 +206,31 @@ def _sizes(text: str) -> list[int]:
     if not all(part.isdecimal() and int(part) for part in text.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r} should be whole numbers, 1 or more, as 1,2,4,8")
     return sorted({int(part) for part in text.split(",")})
+
+
+def _rates(text: str) -> list[float]:
+    rates = sorted({_above_zero(part) for part in text.split(",")})
+    if 0.0 in rates:
+        raise argparse.ArgumentTypeError(f"{text!r} should be numbers above 0, as 0.5,2,8")
+    return rates
+
+
+def _limits(text: str) -> dict[str, float]:
+    parts = (part.partition(":") for part in text.split(","))
+    limits = {name: _above_zero(limit) for name, _, limit in parts}
+    if 0.0 in limits.values() or not limits.keys() <= {*GOODPUT}:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} should be limits in ms of {', '.join(GOODPUT)}, as ttft:500,tpot:50"
+        )
+    return limits
+
+
+def _above_zero(text: str) -> float:
+    """The finite number above 0; 0 for another text."""
+    try:
+        return value if 0 < (value := float(text)) < math.inf else 0.0
+    except ValueError:
+        return 0.0
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -320,7 +364,7 @@ def _measure_in_engine(args: argparse.Namespace) -> Report:
     if args.engine == "vllm":
         lengths, decoding = args.gamma, _decoding(args)
         return measure_started(
-            args.target, drafts, lengths, prompts, decoding, made_by, args.concurrency
+            args.target, drafts, lengths, prompts, decoding, made_by, args.loads, args.goodput
         )
     dtype = getattr(torch, args.dtype)
     model = load_on(args.target, dtype, args.device)
@@ -345,18 +389,15 @@ def _measure_servers(args: argparse.Namespace) -> Report:
     prompts = in_chat_form(
         prompts, args.instruction, chat_template=True, template_kwargs=args.chat_template_kwargs
     )
-    connections = max([1, *args.concurrency])
     return measure_servers(
-        {
-            name: VllmServer(url, connections=connections)
-            for name, url in _by_name(args.base_url, "served").items()
-        },
-        VllmServer(args.baseline_url, connections=connections),
+        {name: VllmServer(url) for name, url in _by_name(args.base_url, "served").items()},
+        VllmServer(args.baseline_url),
         PromptSet(args.prompts, prompts, [], args.overlap),
         _decoding(args),
         _made_by(args),
         gamma=args.draft_length,
-        loads=args.concurrency,
+        loads=args.loads,
+        limits=args.goodput,
     )
 
 

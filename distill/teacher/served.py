@@ -194,12 +194,12 @@ def _difference(before: CachedAnswer, now: CachedAnswer) -> float:
 
 
 def open_server(url: str, model: str | None, settings: AnswerSettings) -> Server:
-    """The server at this address, with a connection per prompt in flight and one for witnesses.
+    """The server at this address.
 
     model: the target's name on the server; None: the server has only one model.
     """
     timeout = max(TIMEOUT, float(settings.decoding.max_new_tokens))
-    return Server(url, timeout, model, settings.batch_size + 1)
+    return Server(url, timeout, model)
 
 
 def served_store(

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
-from eval.engines.concurrency import TimedRound, concurrent_rounds, load_point, timed_round
+from eval.engines.load import Load, TimedPass, load_point, passes, timed_pass
 from eval.engines.server import ServerError
 from eval.measuring.evaluation import decoding_facts, prompt_facts
 from eval.measuring.output_check import divergence
@@ -78,15 +78,15 @@ class Contender:
 
     running: returns a context in which the engine runs. name: the draft's; "" for the baseline.
     facts: fields of the DraftLog that are known in advance. outputs, divergences: by number of the
-    prompt; divergences are explained ones. rounds: by number of the round. failures: why the
-    "prompts" or the "rounds" ended early; earlier results are kept.
+    prompt; divergences are explained ones. passes: by number of the pass. failures: why the
+    "prompts", or the passes of a load (by its text), ended early; earlier results are kept.
     """
 
     running: Callable[[], AbstractContextManager[Engine]]
     name: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     outputs: dict[int, PromptOutputs] = field(default_factory=dict)
-    rounds: dict[int, TimedRound] = field(default_factory=dict)
+    passes: dict[int, TimedPass] = field(default_factory=dict)
     divergences: dict[int, dict[str, Any]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
@@ -97,32 +97,32 @@ def runs_already(engine: Engine) -> Callable[[], AbstractContextManager[Engine]]
 
 
 class Visit(NamedTuple):
-    """The work of a contender in one `running` context: prompts, then rounds, by number.
+    """The work of a contender in one `running` context: prompts, then passes, by number.
 
     judges: after the prompts, the contender (the baseline) explains the divergences of all drafts.
     """
 
     contender: int  # 0: the baseline
     prompts: Sequence[int]
-    rounds: Sequence[int]
+    passes: Sequence[int]
     judges: bool = False
 
 
-def take_turns(contenders: int, prompts: int, rounds: int) -> Iterator[Visit]:
+def take_turns(contenders: int, prompts: int, passes: int) -> Iterator[Visit]:
     """Visits of contenders that run at the same time; the first one changes with each prompt."""
     orders = [[*range(first, contenders), *range(first)] for first in range(contenders)]
     yield from (Visit(c, [i], []) for i in range(prompts) for c in orders[i % contenders])
     yield Visit(0, [], [], judges=True)
-    yield from (Visit(c, [], [i]) for i in range(rounds) for c in orders[i % contenders])
+    yield from (Visit(c, [], [i]) for i in range(passes) for c in orders[i % contenders])
 
 
-def there_and_back(contenders: int, prompts: int, rounds: int) -> Iterator[Visit]:
+def there_and_back(contenders: int, prompts: int, passes: int) -> Iterator[Visit]:
     """The visits of contenders that run one at a time: A B C with half of the work, then C B A.
 
     The last contender does all its work in one visit.
     """
     last = contenders - 1
-    (p0, p1), (r0, r1) = ((range(count)[0::2], range(count)[1::2]) for count in (prompts, rounds))
+    (p0, p1), (r0, r1) = ((range(count)[0::2], range(count)[1::2]) for count in (prompts, passes))
     yield from (Visit(c, p0, r0) for c in range(last))
     yield Visit(last, [*p0, *p1], [*r0, *r1])
     yield from (Visit(c, p1, r1, judges=c == 0) for c in reversed(range(last)))
@@ -136,21 +136,23 @@ class Comparison:
         contenders: Sequence[Contender],
         prompts: PromptSet,
         decoding: Decoding,
-        loads: Sequence[int] = (),
+        loads: Sequence[Load] = (),
+        limits: dict[str, float] | None = None,
         text_of: Callable[[list[int]], str] = lambda ids: f"token {ids[0]}" if ids else "end",
     ) -> None:
-        """contenders: the baseline first. loads: levels of concurrency. text_of: the text of one
-        token id, or of no id if an output ends.
+        """contenders: the baseline first. limits: of the goodput, as in `load_point`. text_of: the
+        text of one token id, or of no id if an output ends.
         """
         self.baseline, *self.drafting = contenders
-        self.prompts, self.decoding, self.loads, self.text_of = prompts, decoding, loads, text_of
+        self.prompts, self.decoding, self.loads, self.limits = prompts, decoding, loads, limits
         self.greedy = replace(decoding, sampling=Sampling())
-        self.rounds = [r for load in loads for r in concurrent_rounds(prompts.prompts, load)]
+        self.text_of = text_of
+        self.passes = [p for load in loads for p in passes(load, prompts.prompts, decoding.seed)]
 
     def run(self, order: Callable[[int, int, int], Iterator[Visit]]) -> None:
         """Make all visits in this order, without the work of contenders that failed."""
         contenders = [self.baseline, *self.drafting]
-        work = len(self.prompts.prompts), len(self.rounds)
+        work = len(self.prompts.prompts), len(self.passes)
         with tqdm(total=len(contenders) * sum(work), desc="compared", unit="task") as bar:
             for visit in order(len(contenders), *work):
                 contender, prompts = contenders[visit.contender], visit.prompts
@@ -158,10 +160,12 @@ class Comparison:
                     prompts = []
                 elif "prompts" in self.baseline.failures:  # outputs need a baseline's output
                     prompts = [i for i in prompts if i in self.baseline.outputs]
-                failed = contender.failures or self.baseline.failures
-                rounds = [] if failed else visit.rounds
+                failed = contender.failures.keys() | self.baseline.failures.keys()
+                loaded = [
+                    i for i in visit.passes if not failed & {"prompts", str(self.passes[i].load)}
+                ]
                 judges = visit.judges and bool(self.baseline.outputs)
-                visit = visit._replace(prompts=prompts, rounds=rounds, judges=judges)
+                visit = visit._replace(prompts=prompts, passes=loaded, judges=judges)
                 if any(visit[1:]):
                     self._visit(contender, visit, bar)
 
@@ -184,15 +188,15 @@ class Comparison:
         ]
 
     def by_load(self, contender: Contender) -> tuple[list[dict[str, Any]], str]:
-        """The `LoadPoint`s of loads whose rounds are complete, and why others are not complete."""
+        """The `LoadPoint`s of loads whose passes are complete, and why others are not complete."""
         points = []
         for load in self.loads:
-            numbers = [i for i, asked in enumerate(self.rounds) if asked.concurrency == load]
-            if self.baseline.rounds.keys() & contender.rounds.keys() >= set(numbers):
-                pairs = [(self.baseline.rounds[i], contender.rounds[i]) for i in numbers]
-                points.append(load_point(load, pairs))
-        baseline = self.baseline.failures.get("rounds", self.failure(contender))
-        return points, contender.failures.get("rounds", baseline)
+            numbers = [i for i, asked in enumerate(self.passes) if asked.load == load]
+            if self.baseline.passes.keys() & contender.passes.keys() >= set(numbers):
+                pairs = [(self.baseline.passes[i], contender.passes[i]) for i in numbers]
+                points.append(load_point(pairs, self.limits))
+        reasons = contender.failures | self.baseline.failures
+        return points, next(iter(reasons.values()), "")
 
     def log(self, contender: Contender) -> DraftLog:
         """The log of a draft on the prompts that the contender and the baseline decoded."""
@@ -266,15 +270,15 @@ class Comparison:
                 finally:
                     if visit.judges:  # after a failure, too, for the outputs decoded before
                         self._judge(engine)
-                stage, warm = "rounds", set[int]()
-                for number in visit.rounds:
-                    asked = self.rounds[number]
-                    doing = f"at {asked.concurrency} requests at a time: "
-                    if asked.concurrency not in warm:  # a GPU's first batches compile kernels
-                        first = asked._replace(prompts=asked.prompts[: asked.concurrency])
-                        timed_round(engine, first, replace(self.decoding, max_new_tokens=WARM_UP))
-                        warm.add(asked.concurrency)
-                    contender.rounds[number] = timed_round(engine, asked, self.decoding)
+                warm = set[Load]()
+                for number in visit.passes:
+                    asked = self.passes[number]
+                    stage, doing = str(asked.load), f"at {asked.load}: "
+                    if asked.load not in warm:  # a GPU's first batches compile kernels
+                        first = asked._replace(prompts=asked.prompts[: asked.edge])
+                        timed_pass(engine, first, replace(self.decoding, max_new_tokens=WARM_UP))
+                        warm.add(asked.load)
+                    contender.passes[number] = timed_pass(engine, asked, self.decoding)
                     bar.update()
         except ServerError as error:  # here, because `running` may add to the error
             contender.failures.setdefault(stage, f"{doing}{error}")

@@ -1,6 +1,6 @@
 """Measures drafts in vLLM servers, each compared with the target alone on the same prompts.
 
-Servers get one request at a time, then several at a time (eval/engines/concurrency.py). Servers
+Servers get one request at a time, then several at a time (eval/engines/load.py). Servers
 that run already take turns; servers that are started here run one at a time.
 """
 
@@ -29,6 +29,7 @@ from eval.engines.comparison import (
     take_turns,
     there_and_back,
 )
+from eval.engines.load import Load
 from eval.engines.local_vllm import METHODS, gpu_arguments, loadable_draft, serve_vllm, speculation
 from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer
@@ -56,12 +57,13 @@ def measure_servers(
     provenance: dict[str, Any],
     target: str | None = None,
     gamma: int | None = None,
-    loads: Sequence[int] = (),
+    loads: Sequence[Load] = (),
+    limits: dict[str, float] | None = None,
 ) -> Report:
     """The report of running servers, by the name of the draft, compared with a plain server.
 
     target: the target's name in the report; None: the name in the servers. gamma: the servers'
-    draft length. loads: levels of concurrency. Raises ServerError if nothing can be measured: a
+    draft length. limits: of the goodput. Raises ServerError if nothing can be measured: a
     server does not answer, serves another target, or is the baseline and speculates.
     """
     for server in drafts.values():
@@ -83,7 +85,7 @@ def measure_servers(
     for name, server in drafts.items():
         facts = _facts(server.address, gamma)
         contenders.append(Contender(runs_already(server), name, facts))
-    comparison = Comparison(contenders, prompts, decoding, loads)
+    comparison = Comparison(contenders, prompts, decoding, loads, limits)
     comparison.run(take_turns)
     return _report(
         comparison,
@@ -102,13 +104,14 @@ def measure_started(
     prompts: PromptSet,
     decoding: Decoding,
     provenance: dict[str, Any],
-    loads: Sequence[int] = (),
+    loads: Sequence[Load] = (),
+    limits: dict[str, float] | None = None,
 ) -> Report:
     """The report of drafts in vLLM, by name; a server is started for each draft and the baseline.
 
     target, drafts: specs, quantised checkpoints included; drafts as in `speculation`. gammas: draft
-    lengths; if there are several, the names of drafts in the report have them. loads: levels of
-    concurrency. Raises EngineMissing, and ServerError if nothing can be measured.
+    lengths; if there are several, the names of drafts in the report have them. limits: of the
+    goodput. Raises EngineMissing, and ServerError if nothing can be measured.
     """
     positions = context_length(prompts.ids, decoding.max_new_tokens, max(gammas))
     path = resolve_checkpoint(target, quantised=True)
@@ -138,7 +141,7 @@ def measure_started(
             folder, own_ids = loadable.get(draft, ("", False))
             drafting = speculation(folder, gamma, own_ids=own_ids) if draft else []
             with serve_vllm(path, *drafting, *arguments) as url:
-                server = VllmServer(url, PATIENCE, connections=max([1, *loads]))
+                server = VllmServer(url, PATIENCE)
                 machine["engine_version"] = server.version
                 _warm_up(server, prompts, decoding)
                 yield server
@@ -150,7 +153,7 @@ def measure_started(
             if draft in unreadable:
                 contender.failures["prompts"] = unreadable[draft]
             contenders.append(contender)
-        comparison = Comparison(contenders, prompts, decoding, loads)
+        comparison = Comparison(contenders, prompts, decoding, loads, limits)
         comparison.run(there_and_back)
     return _report(
         comparison,

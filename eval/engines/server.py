@@ -18,6 +18,7 @@ from align.errors import UserError
 
 API_KEY = "DRAFTSMITH_API_KEY"  # the environment variable of the key in requests
 TIMEOUT = 120.0  # most seconds without a byte from a server
+CONNECTIONS = 256  # most that are kept open between requests
 # Retries take five minutes together, so that a server can be restarted. Waiting times grow and are
 # random, so that requests do not return at the same time. A server's Retry-After has priority.
 PATIENT = Retry(
@@ -56,12 +57,8 @@ class Server:
         url: str,
         timeout: float = TIMEOUT,
         model: str | None = None,
-        connections: int = 1,
     ) -> None:
-        """timeout: most seconds without a byte. model: name of the model; None: the first served.
-
-        connections: number of connections to keep open.
-        """
+        """timeout: most seconds without a byte. model: its name; None: the first served."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ServerError(f"{url!r} is not an address of a server; write http://HOST:PORT.")
@@ -80,7 +77,7 @@ class Server:
         direct = self.host in ("localhost", "127.0.0.1", "::1") or proxy_bypass(self.host)
         proxy = None if direct else getproxies().get(parts.scheme)
         self._pool = (
-            ProxyManager(proxy, maxsize=connections) if proxy else PoolManager(maxsize=connections)
+            ProxyManager(proxy, maxsize=CONNECTIONS) if proxy else PoolManager(maxsize=CONNECTIONS)
         )
 
     @contextmanager

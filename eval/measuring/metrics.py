@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from pydantic import Field, SerializerFunctionWrapHandler, computed_field, model_serializer
@@ -352,11 +352,23 @@ def ttft_ms(table: Sequence[PromptSums], column: str) -> Measured:
     return measure("ttft_ms", milliseconds, groups=[group for group, _ in timed])
 
 
-class Latency(Part):
-    """Inter-token latency of the decode phase, in milliseconds."""
+class Percentiles(Part):
+    """Percentiles of a time in milliseconds."""
 
     p50: Quantity
     p95: Quantity
+    p99: Quantity | None = Field(None, description="null in reports of earlier versions")
+
+    @classmethod
+    def of(cls, seconds: Sequence[float] | Floats, **fields: Any) -> Self:
+        """The percentiles of times in seconds. fields: others of a subclass."""
+        p50, p95, p99 = (1000 * np.percentile(seconds, [50, 95, 99])).tolist()
+        return cls(p50=p50, p95=p95, p99=p99, **fields)
+
+
+class Latency(Percentiles):
+    """Inter-token latency of the decode phase."""
+
     tokens: Count
 
 
@@ -366,8 +378,7 @@ def itl_ms(runs: Sequence[PromptRun]) -> Latency:
     tokens = np.array([k for run in runs for k in run.block_tokens], dtype=np.int64)
     if not tokens.sum():
         raise NothingToMeasure("no token was emitted after the prefill")
-    p50, p95 = np.percentile(np.repeat(1000 * seconds / tokens, tokens), [50, 95])
-    return Latency(p50=float(p50), p95=float(p95), tokens=int(tokens.sum()))
+    return Latency.of(np.repeat(seconds / tokens, tokens), tokens=int(tokens.sum()))
 
 
 class OfBoth(Part):

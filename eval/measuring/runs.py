@@ -81,7 +81,7 @@ class DraftLog:
     A field that an engine cannot measure is None; `missing` has the reason by report field.
     gamma: the draft length chosen for this draft. memory: {target_bytes, draft_bytes,
     kv_bytes_per_token: {target, draft}} of the checkpoints measured. lossless: fields of a
-    `Ledger`. by_load: from eval/engines/concurrency.py. counters: of a server.
+    `Ledger`. by_load: from eval/engines/load.py. counters: of a server.
     """
 
     name: str

@@ -21,6 +21,7 @@ from eval.measuring.metrics import (
     CategoryNumbers,
     Latency,
     Memory,
+    Percentiles,
     PositionAcceptance,
     PromptSums,
 )
@@ -44,15 +45,35 @@ class Vocabulary(Part):
     coverage: float | None
 
 
-class LoadPoint(Part):
-    """A draft at one concurrency. Intervals are over rounds of requests; n counts the rounds."""
+class Goodput(Part):
+    """Requests per second within all limits, named as in `vllm bench serve --goodput`."""
 
-    concurrency: Positive
-    requests: Positive
+    limits_ms: dict[str, Quantity]
+    requests_per_s: Both[Quantity]
+
+
+class LoadPoint(Part):
+    """A draft at one steady load. Intervals are over batches of requests; n counts the batches."""
+
+    concurrency: Positive | None = Field(description="requests in flight; null: at a rate")
+    request_rate: Quantity | None = Field(None, description="new requests per second")
+    requests: Positive = Field(description="that count, of each server")
+    in_flight: Both[Quantity] | None = Field(None, description="requests, mean over the time")
     tokens_per_s: Both[Measured] = Field(description="of all requests together")
-    speedup: Measured = Field(description="of these tokens/s")
+    speedup: Measured = Field(
+        description="seconds per token of a request without a draft / with it, the same requests"
+    )
+    ttft_ms: Both[Percentiles] | None = None
     itl_ms: Both[Latency] | None = Field(description="null: no output has a second token")
+    e2e_ms: Both[Percentiles] | None = Field(None, description="of whole requests")
+    goodput: Goodput | None = Field(None, description="null: no limits were given")
     mean_acceptance_length: Measured | None = Field(description="null: the server has no counters")
+
+    @property
+    def load(self) -> str:
+        """The load as text."""
+        rate = f"{self.request_rate or 0:g} requests per second"
+        return f"{self.concurrency} requests at a time" if self.concurrency else rate
 
 
 class Counters(Part):
@@ -137,6 +158,12 @@ class DraftReport(Part):
     counters: Counters | None = Field(description="of a server")
     missing: list[Missing]
     per_prompt: list[PromptSums]
+
+    @property
+    def speedup_by_load(self) -> dict[int, Measured]:
+        """By the number of requests at a time; one at a time is of the prompts."""
+        at_a_time = {p.concurrency: p.speedup for p in self.by_load if p.concurrency}
+        return at_a_time | {1: self.speedup}
 
     @property
     def serves_alone(self) -> bool:
@@ -269,28 +296,28 @@ class Report(Part):
 
     @property
     def draft_length_by_load(self) -> dict[str, list[tuple[int, int, int]]]:
-        """(first load, last load, draft length) by draft's path, for vLLM's key
+        """(first, last concurrency, draft length) by draft's path, for vLLM's key
         num_speculative_tokens_per_batch_size.
 
-        The length is the one with the highest lower bound of the speed-up (interval, or range over
-        rounds) above 1x, else 0. A measured load stands for all loads up to the next one.
+        The length is the one with the highest lower bound of the speed-up above 1x, else 0. The
+        speed-up falls with the load, so a load between two measured ones has the length of the
+        higher one. Loads above the highest measured one have length 0.
         """
         lengths: dict[str, dict[int, tuple[float, int]]] = {}  # (bound, length) by path and load
         for draft in self.drafts.values():
             for point in draft.by_load if draft.gamma else ():
-                bound = (point.speedup.ci95 or point.speedup.range or (0.0,))[0]
-                loads = lengths.setdefault(draft.path, {})
-                best = loads.get(point.concurrency, (1.0, 0))
-                loads[point.concurrency] = max(best, (bound, draft.gamma or 0))
+                if point.concurrency:
+                    best = lengths.setdefault(draft.path, {})
+                    bound = point.speedup.bounds[0], draft.gamma or 0
+                    best[point.concurrency] = max(best.get(point.concurrency, (1.0, 0)), bound)
         schedules: dict[str, list[tuple[int, int, int]]] = {}
         for path, loads in lengths.items():
             schedule = schedules[path] = []
-            ends = [load - 1 for load in list(loads)[1:]] + list(loads)[-1:]
-            for last, (_, length) in zip(ends, loads.values(), strict=True):
+            for load, (_, length) in sorted([*loads.items(), (max(loads) + 1, (1.0, 0))]):
                 first = schedule[-1][1] + 1 if schedule else 1
                 if schedule and schedule[-1][2] == length:
                     first = schedule.pop()[0]
-                schedule.append((first, last, length))
+                schedule.append((first, load, length))
         return schedules
 
 

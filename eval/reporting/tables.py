@@ -16,15 +16,16 @@ from eval.reporting.verdict import in_order, label, size
 
 NOT_MEASURED = "not measured"
 DIVERGENCES_SHOWN = 20
-FEW_NOTE = f"Parentheses: lowest and highest of fewer than {FEWEST_CLUSTERS} prompts or rounds."
+FEW_NOTE = f"Parentheses: lowest and highest of fewer than {FEWEST_CLUSTERS} prompts."
 DIVERGENCE_NOTE = (
     "The first token at which a greedy output with the draft differs. It is a near-tie if the "
     "gap is at most twice the error of two forwards of the target and below a cap, and the "
     "outputs agree in fp32 (behind a server: and every later token is a near-tie, too)."
 )
 LOAD_NOTE = (
-    "N requests at a time, in rounds of 2N requests; intervals are over rounds. Outputs are not "
-    "compared here, because bf16 sums depend on the batch."
+    "With / without the draft, at steady loads: the first and the last requests do not count. "
+    "Intervals are over batches of requests. Outputs are not compared here, because bf16 sums "
+    "depend on the batch."
 )
 # Short definitions from the fields' descriptions; docs/metrics.md has long ones.
 DEFINITIONS = {
@@ -83,7 +84,7 @@ def prompts_text(value: Measured) -> str:
     return f"{value.n} in {groups} groups" if groups else str(value.n)
 
 
-TWO_MS = "{:.1f} / {:.1f} ms".format
+TWO, TWO_MS = "{:.1f} / {:.1f}".format, "{:.1f} / {:.1f} ms".format
 GAIN = "{:+.2f}".format
 RESULT: Cells = [
     ("speed-up", "speedup", shown),
@@ -139,12 +140,18 @@ CATEGORIES: Cells = [
 ]
 LOADS: Cells = [
     ("requests at a time", "concurrency", str),
+    ("requests/s", "request_rate", "{:g}".format),
     ("speed-up", "speedup", shown),
-    ("tokens/s with", "tokens_per_s.speculative", "{:.1f}".format),
-    ("tokens/s without", "tokens_per_s.baseline", "{:.1f}".format),
+    ("tokens/s with / without", "tokens_per_s.speculative.mean tokens_per_s.baseline.mean", TWO),
+    ("in flight", "in_flight.speculative in_flight.baseline", TWO),
     ("mean acceptance length", "mean_acceptance_length", shown),
-    ("ITL p50 with / without", "itl_ms.speculative.p50 itl_ms.baseline.p50", TWO_MS),
-    ("ITL p95 with / without", "itl_ms.speculative.p95 itl_ms.baseline.p95", TWO_MS),
+    ("TTFT p50", "ttft_ms.speculative.p50 ttft_ms.baseline.p50", TWO_MS),
+    ("TTFT p99", "ttft_ms.speculative.p99 ttft_ms.baseline.p99", TWO_MS),
+    ("ITL p50", "itl_ms.speculative.p50 itl_ms.baseline.p50", TWO_MS),
+    ("ITL p99", "itl_ms.speculative.p99 itl_ms.baseline.p99", TWO_MS),
+    ("request p50", "e2e_ms.speculative.p50 e2e_ms.baseline.p50", TWO_MS),
+    ("request p99", "e2e_ms.speculative.p99 e2e_ms.baseline.p99", TWO_MS),
+    ("good requests/s", "goodput.requests_per_s.speculative goodput.requests_per_s.baseline", TWO),
 ]
 DIVERGENCES: Cells = [
     ("prompt", "prompt", str),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from eval.measuring.intervals import Measured
@@ -94,27 +95,30 @@ def measured_in(report: Report) -> str:
     return f"{report.engine} {version}" if version else report.engine
 
 
-def recommended(report: Report) -> str | None:
+def recommended(report: Report, load: int = 1) -> str | None:
     """The name of the draft with the highest lower bound of the speed-up; None if none is above 1x.
 
-    Drafts with mismatches are left out. Of the reference decoder's drafts, so are those that vLLM
-    cannot serve.
+    load: requests at a time. Drafts with mismatches are left out. Of the reference decoder's
+    drafts, so are those that vLLM cannot serve.
     """
     bounds = {
-        name: draft.speedup.bounds[0]
+        name: speedups[load].bounds[0]
         for name, draft in report.drafts.items()
         if not draft.lossless.unexplained
         and (draft.serves_alone or report.engine != REFERENCE)
-        and draft.speedup.bounds[0] > 1
+        and load in (speedups := draft.speedup_by_load)
+        and speedups[load].bounds[0] > 1
     }
     return max(bounds, key=lambda name: bounds[name], default=None)
 
 
 def verdict(report: Report) -> str:
     """One line: what to do, the speed-up, and the engine in which it was measured."""
-    engine = measured_in(report)
+    engine, loads = measured_in(report), loads_of(report)
     broken = [label(name) for name, d in report.drafts.items() if d.lossless.unexplained]
     start = f"Do NOT serve {', '.join(broken)}: outputs mismatch the target's. " if broken else ""
+    if loads[1:]:
+        return f"{start}{_by_load(report, loads)} Measured in {engine}."
     name = recommended(report)
     if name is None:
         if all(draft.speedup.ci95 is None for draft in report.drafts.values()):
@@ -122,17 +126,47 @@ def verdict(report: Report) -> str:
             return f"{start}No verdict: {most} prompts in {engine} are too few for an interval."
         return f"{start}No draft is shown to be faster than the target alone in {engine}."
     draft = report.drafts[name]
-    shown = label(name)
-    if draft.gamma and not _parts(name)[1]:
-        shown += f" (draft length {draft.gamma})"
+    shown = _with_length(report, name)
     figure = f"{times(draft.speedup)}, measured in {engine}"
     if report.engine != REFERENCE:
-        return f"{start}Serve {shown}: {figure}."
+        return (
+            f"{start}Serve {shown} for one request at a time: {figure}; several at a time were "
+            "not measured."
+        )
     ngram = next((d for d in report.drafts.values() if d.path == NGRAM), None)
     alone = f"; n-gram speculation alone {ngram.speedup.mean:.2f}x" if ngram else ""
     if draft is ngram:
         alone = "; no draft has a higher lower bound"
     return f"{start}Test {shown} in your engine: {figure} (no server){alone}."
+
+
+def loads_of(report: Report) -> list[int]:
+    """The measured numbers of requests at a time."""
+    return sorted({load for draft in report.drafts.values() for load in draft.speedup_by_load})
+
+
+def _by_load(report: Report, loads: list[int]) -> str:
+    """What to serve at each load; neighbouring loads with the same draft are one clause."""
+    clauses = []
+    for name, same in groupby(loads, lambda load: recommended(report, load)):
+        few, *more = same
+        at = f"at {few} to {more[-1]}" if more else f"at {few}"
+        if name is None:
+            clauses.append(f"no draft {at}, because none is shown to be faster")
+            continue
+        speedups = report.drafts[name].speedup_by_load
+        figures = ", ".join(f"{times(speedups[load])} at {load}" for load in (few, *more))
+        clauses.append(f"{_with_length(report, name)} {at} ({figures})")
+    return (
+        f"By requests at a time, serve {'; '.join(clauses)}. More than {loads[-1]}: not measured."
+    )
+
+
+def _with_length(report: Report, name: str) -> str:
+    """The shown name of a draft, with its draft length."""
+    length = report.drafts[name].gamma
+    known = length and not _parts(name)[1]
+    return f"{label(name)} (draft length {length})" if known else label(name)
 
 
 def _output(report: Report) -> str:
@@ -186,12 +220,12 @@ def _setting(report: Report) -> str:
     machine = report.environment
     cores = f", {machine.cores} cores" if machine and machine.cores else ""
     hardware = f"{machine.hardware}{cores}" if machine and machine.hardware else report.device
-    target = report.target_named
+    target, loads = report.target_named, loads_of(report)
     parts = [
         f"{target.rpartition('/')[2] if target.startswith('pypi:') else target}, {report.dtype}",
         hardware,
         machine.date[:16].replace("T", " ") + " UTC" if machine else "date not known",
-        "batch 1",
+        f"{', '.join(map(str, loads))} requests at a time" if loads[1:] else "batch 1",
         f"temperature {report.decoding.temperature:g}",
         f"{report.prompts.n} prompts",
     ]

@@ -94,6 +94,12 @@ def test_long_prompts_are_left_out_before_some_are_set_aside(folder, tmp_path, c
         ("--target T --draft D --gamma 0", "should be whole numbers, 1 or more"),
         ("--target T --draft D --gamma 1,2", "takes one --gamma"),
         ("--target T --draft D --concurrency 1,2", "--concurrency"),
+        ("--target T --draft D --request_rate 0.5", "--request_rate"),
+        ("--target T --draft D --request_rate 1,inf", "above 0"),
+        ("--target T --draft D --request_rate 2,nan", "above 0"),
+        ("--target T --draft D --engine vllm --gamma 2 --goodput ttft:500", "--concurrency"),
+        ("--target T --draft D --goodput tftt:500", "ttft"),
+        ("--target T --draft D --goodput ttft", "ttft"),
         ("--target T --draft D --engine vllm", "--gamma"),
         (
             "--target T --draft D --engine transformers --gamma 3 --strategy padded",

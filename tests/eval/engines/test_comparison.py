@@ -15,6 +15,7 @@ from eval.engines.comparison import (
     take_turns,
     there_and_back,
 )
+from eval.engines.load import Load
 from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer
 from eval.prompts import Prompt, PromptSet
@@ -24,13 +25,13 @@ GREEDY = Decoding(Sampling(), frozenset(), 20)
 
 
 def told(visits):
-    """Visits as text: contender and prompts, rounds after a bar, ! where the baseline judges."""
+    """Visits as text: contender and prompts, passes after a bar, ! where the baseline judges."""
 
     def digits(numbers):
         return "".join(map(str, numbers))
 
     return " ".join(
-        f"{'ABC'[v.contender]}{digits(v.prompts)}{'|' * bool(v.rounds)}{digits(v.rounds)}"
+        f"{'ABC'[v.contender]}{digits(v.prompts)}{'|' * bool(v.passes)}{digits(v.passes)}"
         f"{'!' * v.judges}"
         for v in visits
     )
@@ -47,10 +48,13 @@ def test_servers_that_run_one_at_a_time_go_there_and_back():
 
 
 def compared(servers, order=take_turns, loads=(), running=None):
-    clients = [VllmServer(server.url, 5.0, connections=4) for server in servers]
+    clients = [VllmServer(server.url, 5.0) for server in servers]
     running = running or [runs_already(client) for client in clients]
     comparison = Comparison(
-        [Contender(context, str(i)) for i, context in enumerate(running)], PROMPTS, GREEDY, loads
+        [Contender(context, str(i)) for i, context in enumerate(running)],
+        PROMPTS,
+        GREEDY,
+        [Load(n) for n in loads],
     )
     comparison.run(order)
     return comparison
@@ -67,14 +71,14 @@ def test_all_work_is_done_once(fake, order):
     assert pairs(comparison) == [[0, 1, 2, 3]] * 2
     for server in servers:
         lengths = [body["max_tokens"] for body in server.streamed]
-        assert lengths.count(20) == 4 + 16  # 4 rounds of 4 requests
+        assert lengths.count(20) == 4 + 2 * (2 + 20 + 2)  # 2 passes
         at_load = lengths[lengths.index(WARM_UP) :]
         assert at_load[:6] == [WARM_UP] * 2 + [20] * 4  # a server's first batches compile kernels
     for length, draft in enumerate(comparison.drafting, 2):
         assert comparison.failure(draft) == ""
         assert comparison.divergent(draft) == []
         ((point,), reason) = comparison.by_load(draft)
-        assert (point["concurrency"], point["requests"], reason) == (2, 16, "")
+        assert (point["concurrency"], point["requests"], reason) == (2, 40, "")
         assert point["mean_acceptance_length"].mean == length
 
 
@@ -108,7 +112,8 @@ def test_outputs_from_before_a_failure_and_those_of_others_stay(
 )
 def test_a_failure_at_a_load_leaves_the_prompts_and_the_loads_before(fake, order, failing, loads):
     servers = [fake(1), fake(3)]
-    servers[failing].refuses_after = 4 + 12 + 7  # at 1, all of 4 rounds of 2, warmed up; some at 4
+    # at 1, both passes and their first requests; some at 4
+    servers[failing].refuses_after = 4 + 2 * (1 + 22) + 7
     comparison = compared(servers, order, [1, 4])
     assert pairs(comparison) == [[0, 1, 2, 3]]
     points, reason = comparison.by_load(*comparison.drafting)

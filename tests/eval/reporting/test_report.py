@@ -13,12 +13,12 @@ import pytest
 from eval.decoding.drafters import lookup
 from eval.reporting import fields
 from eval.reporting.build import build_report, compared
-from eval.reporting.fields import ReportError, read_report
+from eval.reporting.fields import LoadPoint, ReportError, read_report
 from eval.reporting.files import write_report
 from eval.reporting.page import render_page, waterfall
 from eval.reporting.tables import details, divergence_table, result_table
 from eval.reporting.text import print_summary, render_markdown
-from eval.reporting.verdict import in_order, recommended, top, verdict
+from eval.reporting.verdict import in_order, loads_of, recommended, top, verdict
 from eval.reporting.warnings import find_warnings
 from tests.conftest import assert_golden
 
@@ -350,6 +350,36 @@ def test_the_highest_lower_bound_is_recommended_not_the_highest_mean(sample_repo
     untuned.lossless.divergences[0].tie = False
     assert recommended(sample_report) is None
     assert verdict(sample_report).startswith("Do NOT serve base draft")
+
+
+def test_the_recommendation_is_by_load(sample_report):
+    """A draft that gains alone and loses at 8 is not recommended there; the free one may win."""
+    untuned, tuned = sample_report.drafts.values()
+    untuned.path, untuned.by_load = "prompt-lookup", loads({4: (1.12, 1.2), 8: (0.9, 1.1)})
+    tuned.speedup.ci95, tuned.by_load = (1.3, 1.5), loads({4: (1.1, 1.3), 8: (0.7, 0.9)})
+    report = sample_report.model_copy(update={"engine": "vllm"})
+    assert [recommended(report, load) for load in (1, 4, 8)] == ["tuned", "untuned", None]
+    assert loads_of(report) == [1, 4, 8]
+    words = verdict(report)
+    assert words.index("distilled") < words.index("at 4 (1.16x") < words.index("no draft at 8")
+    assert "1, 4, 8 requests at a time" in top(report).setting
+    assert "By load" in [table.title for table in details(report)]
+
+
+def loads(intervals):
+    """`by_load` of speed-ups with these intervals."""
+    number = {"mean": 1.0, "ci95": None, "n": 10}
+    return [
+        LoadPoint(
+            concurrency=load,
+            requests=40,
+            tokens_per_s={"baseline": number, "speculative": number},
+            speedup=number | {"mean": sum(interval) / 2, "ci95": interval},
+            itl_ms=None,
+            mean_acceptance_length=None,
+        )
+        for load, interval in intervals.items()
+    ]
 
 
 def test_what_no_engine_serves_is_not_recommended(four_drafts):

@@ -1,0 +1,145 @@
+"""Steady loads: requests in flight, simulated servers, and the draft lengths that they propose."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from eval.decoding.loop import Decoding
+from eval.decoding.prompt_run import PromptRun
+from eval.decoding.verification import Sampling
+from eval.engines.load import Load, Request, TimedPass, load_point, passes, timed_pass
+from eval.engines.vllm import VllmServer
+from eval.prompts import Prompt
+from eval.reporting.fields import LoadPoint, Report
+
+PROMPTS = [Prompt(str(i), prompt=f"say {i}") for i in range(40)]
+DECODING = Decoding(Sampling(), frozenset(), 20)
+
+
+def test_each_prompt_counts_and_the_edges_do_not():
+    first, second = passes(Load(2), PROMPTS, 0)
+    assert (first.edge, first.batch) == (2, 4)
+    ids = [[prompt.id for prompt in asked.prompts] for asked in (first, second)]
+    assert ids[0][2:-2] + ids[1][2:-2] == [prompt.id for prompt in PROMPTS]
+    assert ids[0][:2] + ids[0][-2:] == ["38", "39", "20", "21"]
+    assert [len(asked.prompts) for asked in passes(Load(32), PROMPTS, 0)] == [7 * 32] * 2
+
+
+def test_requests_arrive_at_the_rate_and_at_the_same_times_for_all_servers():
+    first, second = passes(Load(rate=5.0), PROMPTS * 100, 0)
+    assert first.starts == passes(Load(rate=5.0), PROMPTS * 100, 0)[0].starts != second.starts
+    gaps = np.diff(first.starts)
+    assert gaps.mean() == pytest.approx(0.2, rel=0.05)
+    assert gaps.std() == pytest.approx(0.2, rel=0.05)  # as a Poisson process has
+
+
+@pytest.mark.parametrize(
+    ("load", "delay", "error"),
+    [(Load(1), 0.02, 0.1), (Load(4), 0.08, 0.03), (Load(rate=50.0), 0.02, 0.7)],
+)
+def test_a_server_gets_the_load_and_is_counted(fake, load, delay, error):
+    """error: most relative error of the requests in flight; requests are short here."""
+    plain, drafting = fake(1, delay=delay), fake(3, delay=delay)
+    clients = [VllmServer(server.url, 5.0) for server in (plain, drafting)]
+    asked = passes(load, PROMPTS, 0)
+    pairs = [tuple(timed_pass(client, each, DECODING) for client in clients) for each in asked]
+    limits = {"e2el": 10_000.0, "ttft": 15.0}
+    point = LoadPoint.model_validate(load_point(pairs, limits))
+    bodies = [sorted(body["prompt"] for body in server.streamed) for server in (plain, drafting)]
+    assert bodies[0] == bodies[1]
+    # 7 steps of 20 tokens after the first one, 2 drafted tokens accepted in each
+    assert point.mean_acceptance_length.mean == 3.0
+    assert (point.requests, point.itl_ms.baseline.tokens) == (40, 40 * 19)
+    assert point.goodput.requests_per_s.baseline == 0.0  # the first token comes after 20 ms
+    both, e2e = point.in_flight, point.e2e_ms.baseline
+    assert e2e.p50 <= e2e.p95 <= e2e.p99
+    if load.concurrency:
+        assert (plain.most_active, drafting.most_active) == (load.concurrency,) * 2
+    by_littles_law = load.rate and load.rate * e2e.p50 / 1000
+    assert both.baseline == pytest.approx(load.concurrency or by_littles_law, rel=error)
+
+
+def test_outputs_of_one_token_have_no_time_between_tokens(fake):
+    clients = [VllmServer(fake(length).url, 5.0) for length in (1, 3)]
+    one = replace(DECODING, max_new_tokens=1)
+    asked = passes(Load(4), PROMPTS, 0)[0]
+    assert (
+        load_point([tuple(timed_pass(client, asked, one) for client in clients)])["itl_ms"] is None
+    )
+
+
+# --- Simulated servers, whose speed is known ---
+
+
+def served(asked, lengths, step, emitted):
+    """The pass at a simulated server. step(k): seconds of a step of k requests; emitted: tokens."""
+    time, waiting, active, started, requests = 0.0, list(range(len(asked.prompts))), {}, {}, {}
+    while waiting or active:
+        while waiting and len(active) < asked.load.concurrency:
+            active[number := waiting.pop(0)] = 0
+            started[number] = time
+        time += step(len(active))
+        for number in list(active):
+            active[number] += emitted
+            if active[number] == (length := lengths[number % len(lengths)]):
+                del active[number]
+                times = [(time - started[number]) / length] * length
+                run = PromptRun.of(asked.prompts[number], 1, times, [[0]] * length)
+                requests[number] = Request(started[number], run)
+    return TimedPass(asked, [requests[number] for number in sorted(requests)], None)
+
+
+@pytest.mark.parametrize("concurrency", [1, 8, 32])
+@pytest.mark.parametrize("mean", [1e6, 35])  # all of one length; of varied length
+def test_the_speedup_at_a_load_is_unbiased(concurrency, mean):
+    """Where outputs vary in length, rounds that wait for all requests err by up to 11%."""
+    rng = np.random.default_rng(concurrency)
+    lengths = [2 * int(1 + min(63, x)) for x in rng.exponential(mean, 40)]
+
+    def plain(k):
+        return 0.020 + 0.0004 * k
+
+    def drafting(k):
+        return 0.030 + 0.0016 * k
+
+    asked = passes(Load(concurrency), PROMPTS, 0)
+    point = load_point(
+        [(served(a, lengths, plain, 1), served(a, lengths, drafting, 2)) for a in asked]
+    )
+    truth = 2 * plain(concurrency) / drafting(concurrency)
+    assert point["speedup"].mean == pytest.approx(truth, rel=0.02)
+    assert point["in_flight"].baseline == pytest.approx(concurrency, rel=0.03)
+    assert point["in_flight"].speculative == pytest.approx(concurrency, rel=0.03)
+
+
+ALWAYS_GAINS, AT_FEW = {1: 1.2, 4: 1.1, 8: 1.05}, {1: 1.4, 4: 1.1, 8: 0.8}
+
+
+@pytest.mark.parametrize(
+    ("lowest_of", "ranges"),
+    [
+        ({3: {1: 1.4, 4: 1.1, 8: 0.8, 32: 0.6}}, {"D": [(1, 4, 3), (5, 33, 0)]}),
+        ({3: {1: 1.4, 8: 1.1}}, {"D": [(1, 8, 3), (9, 9, 0)]}),  # 0 where nothing was measured
+        ({3: {4: 0.8, 8: 1.1}}, {"D": [(1, 4, 0), (5, 8, 3), (9, 9, 0)]}),
+        ({3: {1: 0.9}}, {"D": [(1, 2, 0)]}),  # and 1.1 in the mean: not shown to gain
+        ({3: {8: 1.1, 1: 1.4}}, {"D": [(1, 8, 3), (9, 9, 0)]}),
+        ({3: {}}, {}),
+        ({None: {1: 1.4}}, {}),  # a server whose draft length nobody told
+        ({1: ALWAYS_GAINS, 3: AT_FEW}, {"D": [(1, 4, 3), (5, 8, 1), (9, 9, 0)]}),
+    ],
+)
+def test_the_length_to_serve_with_at_each_load(lowest_of, ranges):
+    drafts = {
+        str(gamma): SimpleNamespace(
+            gamma=gamma,
+            path="D",
+            by_load=[
+                SimpleNamespace(concurrency=load, speedup=SimpleNamespace(bounds=(lowest, 9.0)))
+                for load, lowest in points.items()
+            ],
+        )
+        for gamma, points in lowest_of.items()
+    }
+    assert Report.model_construct(drafts=drafts).draft_length_by_load == ranges
