@@ -134,12 +134,14 @@ def render_page(report: Report) -> str:
     drafts = report.drafts.values()
     broken = any(each.lossless.unexplained for each in drafts)
     ties = any(each.lossless.tie_divergences for each in drafts)
-    ends = [(each.speedup.ci95 or (0.0, each.speedup.mean))[1] for each in drafts]
+    first = top(report)
+    values = [value for rows in first.speedups.values() for _, value in rows]
+    ends = [(value.ci95 or (0.0, value.mean))[1] for value in values]
     page = (
         _environment()
         .get_template("page.html.j2")
         .render(
-            top=top(report),
+            top=first,
             mark="bad" if broken else "tie" if ties else "good",
             widest=max(1.0, *ends),
             colours={label(each): f"var(--s{coloured.index(each) % COLOURS})" for each in names},

@@ -13,10 +13,12 @@ from eval.reporting.warnings import find_warnings
 def print_summary(report: Report) -> None:
     """Print the first lines of the report at the end of a run."""
     first = top(report)
-    width = max(len(name) for name, _ in first.speedups)
+    width = max(len(name) for rows in first.speedups.values() for name, _ in rows)
     lines = ["", f"Verdict: {first.verdict}", f"Output:  {first.output}"]
-    lines += [f"Speed-up over {first.speedups[0][1].n} prompts:"]
-    lines += [f"  {name:{width}}  {times(value)}" for name, value in first.speedups]
+    for load, rows in first.speedups.items():
+        over = f"over {rows[0][1].n} prompts" if load == 1 else f"at {load} requests at a time"
+        lines += [f"Speed-up {over}:"]
+        lines += [f"  {name:{width}}  {times(value)}" for name, value in rows]
     lines += [f"  {first.note}"] if first.note else []
     lines += [f"Memory:  {first.memory}"] if first.memory else []
     lines += [f"Next:    {first.command}"] if first.command else []

@@ -29,7 +29,7 @@ class Top:
 
     verdict: str
     output: str
-    speedups: list[tuple[str, Measured]]  # by shown name; a star marks REFERENCE_NOTE
+    speedups: dict[int, list[tuple[str, Measured]]]  # by load: shown name (* REFERENCE_NOTE), value
     note: str
     memory: str
     command: str
@@ -45,7 +45,14 @@ def top(report: Report) -> Top:
     return Top(
         verdict=verdict(report),
         output=_output(report),
-        speedups=[(label(name) + "*" * (name in starred), draft.speedup) for name, draft in drafts],
+        speedups={
+            load: [
+                (label(name) + "*" * (name in starred), speedups[load])
+                for name, draft in drafts
+                if load in (speedups := draft.speedup_by_load)
+            ]
+            for load in loads_of(report)
+        },
         note=REFERENCE_NOTE if starred else "",
         memory=_memory(report),
         command=_command(report),

@@ -363,6 +363,8 @@ def test_the_recommendation_is_by_load(sample_report):
     words = verdict(report)
     assert words.index("distilled") < words.index("at 4 (1.16x") < words.index("no draft at 8")
     assert "1, 4, 8 requests at a time" in top(report).setting
+    assert {load: len(rows) for load, rows in top(report).speedups.items()} == {1: 2, 4: 2, 8: 2}
+    assert render_page(report).count('class="waterfall"') == 1 + 3
     assert "By load" in [table.title for table in details(report)]
 
 
