@@ -10,13 +10,14 @@ import platform
 import re
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, get_int_from_env
+from accelerate.utils import get_int_from_env
 
 from align.errors import UserError
 
@@ -78,17 +79,30 @@ def join_processes(on_cpu: bool, timeout: float) -> int:
 
 def wait_on_host() -> None:
     """Wait for all processes. Not by NCCL, because its barrier keeps the GPU busy."""
-    if _host_groups:
-        torch.distributed.barrier(_host_groups[0])
-    else:
-        PartialState().wait_for_everyone()
+    for group in _host_groups:
+        torch.distributed.barrier(group)
 
 
 def from_first(value: T) -> T:
-    """The first process's value, on all processes. All processes must call it."""
+    """The first process's value, on all processes. Waits as `wait_on_host`."""
     values = [value]
-    broadcast_object_list(values)
+    for group in _host_groups:
+        torch.distributed.broadcast_object_list(values, group=group)
     return values[0]
+
+
+def shared_by_all(folder: Path) -> bool:
+    """Whether the path is the same folder for all processes. Waits as `wait_on_host`."""
+    if not _host_groups:
+        return True
+    (group,), count = _host_groups, PartialState().num_processes
+    names, seen = [""] * count, [False] * count
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder) as mine:
+        torch.distributed.all_gather_object(names, Path(mine.name).name, group)
+        found = all((folder / name).exists() for name in names)
+        torch.distributed.all_gather_object(seen, found, group)
+    return all(seen)
 
 
 def use_machine(processes: int = 1) -> None:

@@ -11,6 +11,7 @@ import sys
 import textwrap
 
 import torch
+from accelerate import PartialState
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
 from align.machine import machine_lines
@@ -46,6 +47,8 @@ def dry_run(recipe: Recipe) -> int:
     load_target = target_loader(recipe, prompts)
     print_example(prompts.training.ids[0], pair.target.tokenizer)
     answering = answering_target(recipe, pair, prompts, load_target)
+    if not PartialState().is_main_process:
+        return 0
     longest = max(map(len, prompts.training.ids + prompts.evaluation.ids))
     asked = to_answer(prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers)
     print_memory(recipe, longest, len(asked), answers_here=answering.by == "local")

@@ -22,6 +22,7 @@ from transformers import EvalPrediction, TrainerCallback, TrainerState
 from trl import SFTConfig
 
 from align.files import write_json
+from align.machine import from_first
 from align.sources import read_json
 from distill.clock import TrainingClock
 from distill.teacher.store import CachedAnswer
@@ -124,7 +125,7 @@ class HeldOut(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.measurements = [
             measurement
-            for measurement in read_measurements(self.folder)
+            for measurement in from_first(read_measurements(self.folder))
             if measurement.step <= state.global_step
         ]
         self.passed = bisect.bisect_right(MEASURED_AT, self.progress(state))

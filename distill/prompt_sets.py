@@ -14,6 +14,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
 
 from align.files import atomic_folder, write_json
 from align.machine import from_first
@@ -65,12 +68,14 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
 
     If `keep_prompts` has written them, they are read from the run's folder, because a draft must be
     evaluated on the prompts with which its training prompts were compared. Otherwise they are read
-    from their sources. Raises PromptError, SourceError.
+    from their sources. The first process reads them for all, because a chat template may render the
+    time. Raises PromptError, SourceError.
     """
-    if not recipe.dry_run and from_first((recipe.folder / PROMPTS).is_dir()):
-        sets = _kept(recipe)
-    else:
-        sets = _chosen(recipe, target)
+    sets: Any = None
+    if PartialState().is_main_process:
+        kept = not recipe.dry_run and (recipe.folder / PROMPTS).is_dir()
+        sets = _kept(recipe) if kept else _chosen(recipe, target)
+    sets = from_first(sets)
     # training prompts that overlap are dropped
     sets = replace(sets, evaluation=replace(sets.evaluation, overlap=0))
     print(

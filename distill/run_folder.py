@@ -22,7 +22,7 @@ from distill.prompt_sets import Prompts, keep_prompts
 from distill.recipe import Recipe, RecipeError, chosen_loss, dump, read_yaml
 from distill.teacher.answers import USED
 from distill.teacher.store import names_of
-from distill.trainer import last_checkpoint, mark_complete, processes_of
+from distill.trainer import last_checkpoint, launch_of, mark_complete
 from eval.prompts import prompts_sha256
 
 # Keys that may change between two starts of a run.
@@ -30,6 +30,8 @@ FREE_KEYS = set(
     "dry_run coverage_curve resume_from_checkpoint output_dir logging_steps save_steps report_to "
     "answer_url speculative_url target_hub_id device_map".split()
 )
+# Keys that may change until the draft exists; a checkpoint has the number of sequences of a step.
+BATCH_KEYS = {"per_device_train_batch_size", "gradient_accumulation_steps"}
 PACKAGES = "torch transformers trl peft accelerate datasets evaluate gguf safetensors".split()
 
 
@@ -39,9 +41,9 @@ def refuse_another_run(recipe: Recipe) -> None:
     if not path.exists():
         return
     written, asked = read_yaml(path), recipe.values()
-    free = set(FREE_KEYS)
+    free = FREE_KEYS if (recipe.folder / "draft").exists() else FREE_KEYS | BATCH_KEYS
     if "server" not in (written["answers"], recipe.answers):
-        free.add("answers")  # `local` and `vllm` share a store
+        free = free | {"answers"}  # `local` and `vllm` share a store
     changed = sorted(
         key for key in (written.keys() | asked) - free if written.get(key) != asked.get(key)
     )
@@ -118,7 +120,7 @@ def delete_training_state(folder: Path) -> None:
             remove(checkpoint)
     if last is not None:
         spent = [path for pattern in _SPENT for path in last.glob(pattern)]
-        mark_complete(last, str(processes_of(last)), spent)
+        mark_complete(last, str(launch_of(last)), spent)
         for path in spent:
             remove(path)
     remove(folder / "prepared" / "full_head.safetensors")

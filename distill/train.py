@@ -21,7 +21,7 @@ from accelerate import PartialState
 
 from align.errors import UserError
 from align.files import refuse_unwritable
-from align.machine import free_memory, join_processes, use_machine
+from align.machine import free_memory, from_first, join_processes, use_machine, wait_on_host
 from align.sources import cache_folder, read_json
 from distill.clock import Clock, answers_in_time
 from distill.dry_run import dry_run
@@ -65,7 +65,7 @@ def run_stages(recipe: Recipe, clock: Clock) -> int:
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
     load_target = target_loader(recipe, prompts)  # not called with `answers: server`
-    draft_exists = (recipe.folder / "draft").exists() and not recipe.coverage_curve
+    draft_exists = from_first((recipe.folder / "draft").exists()) and not recipe.coverage_curve
     target = None if draft_exists else answering_target(recipe, pair, prompts, load_target)
     if main_process:
         if target is not None:
@@ -87,8 +87,11 @@ def run_stages(recipe: Recipe, clock: Clock) -> int:
         cache_states(texts, pair.layers, load_target)
         clock.stage("Prepare the base draft")
         # the first process prepares; the others wait, then read the result from disk
-        with PartialState().main_process_first():
-            prepared = prepare_draft(recipe, pair, load_target, answers)
+        if not main_process:
+            wait_on_host()
+        prepared = prepare_draft(recipe, pair, load_target, answers)
+        if main_process:
+            wait_on_host()
         load_target.cache_clear()  # the target is not in memory while the draft is trained
         free_memory()
         clock.stage("Distil the draft")

@@ -36,7 +36,7 @@ from trl import SFTConfig, SFTTrainer
 
 from align.errors import UserError
 from align.files import atomic_file, disk_full_explained, remove, write_json
-from align.machine import free_memory
+from align.machine import free_memory, from_first
 from align.sources import SourceError, on_hub, read_json
 from distill.clock import Clock, TrainingClock
 from distill.drafters.kind import Draft, DraftKind
@@ -128,7 +128,7 @@ class DraftTrainer(SFTTrainer):
 
     trl's DistillationTrainer is not used: it needs the target at each step, and supports neither
     cached distributions nor a trimmed vocabulary. The steps are the same for any number of
-    processes, but a checkpoint is resumed with the same number.
+    processes, and any number can resume a checkpoint, unless FSDP sharded it.
     """
 
     def __init__(
@@ -278,6 +278,12 @@ class DraftTrainer(SFTTrainer):
         strategy = self.accelerator.distributed_type.value if count > 1 else "alone"
         return f"{count} process{'es' if count > 1 else ''} ({strategy})"
 
+    @property
+    def launch(self) -> str:
+        """What the processes that resume a checkpoint must have in common with its writers."""
+        steps = f"{self.get_total_train_batch_size(self.args)} sequences a step"
+        return f"{steps} in {self.processes}" if self.is_fsdp_enabled else steps
+
     def whole_model(self) -> PreTrainedModel | PeftModel | None:
         """The current model, unwrapped and unsharded.
 
@@ -308,7 +314,7 @@ class DraftTrainer(SFTTrainer):
         if self.args.should_save:
             (folder / "README.md").unlink(missing_ok=True)  # peft's
             os.sync()
-            mark_complete(folder, self.processes)
+            mark_complete(folder, self.launch)
             rotate_checkpoints(
                 str(folder.parent), limit, self.state.best_model_checkpoint, use_mtime=True
             )
@@ -317,8 +323,8 @@ class DraftTrainer(SFTTrainer):
         """Write nothing: `write_card` makes the draft's card."""
 
 
-def mark_complete(checkpoint: Path, processes: str, spent: Sequence[Path] = ()) -> None:
-    """Write the last file of a checkpoint: `DraftTrainer.processes`, and the bytes of each file.
+def mark_complete(checkpoint: Path, launch: str, spent: Sequence[Path] = ()) -> None:
+    """Write the last file of a checkpoint: `DraftTrainer.launch`, and the bytes of each file.
 
     spent: files and folders that may be deleted afterwards.
     """
@@ -327,11 +333,11 @@ def mark_complete(checkpoint: Path, processes: str, spent: Sequence[Path] = ()) 
         for file in checkpoint.rglob("*")
         if file.is_file() and file.name != COMPLETE and not {file, *file.parents} & {*spent}
     }
-    write_json(checkpoint / COMPLETE, {"processes": processes, "bytes": sizes})
+    write_json(checkpoint / COMPLETE, {"launch": launch, "bytes": sizes})
 
 
-def processes_of(checkpoint: Path) -> str | None:
-    """The `DraftTrainer.processes` that wrote a complete checkpoint; None if it is incomplete."""
+def launch_of(checkpoint: Path) -> str | None:
+    """The `DraftTrainer.launch` that wrote a complete checkpoint; None if it is incomplete."""
     try:
         marker = read_json(checkpoint / COMPLETE)
         for name, size in marker["bytes"].items():
@@ -339,12 +345,12 @@ def processes_of(checkpoint: Path) -> str | None:
                 return None
     except (SourceError, FileNotFoundError):
         return None
-    return str(marker["processes"])
+    return str(marker["launch"])
 
 
 def last_checkpoint(folder: Path) -> Path | None:
     """The latest complete checkpoint, or None."""
-    whole = [path for path in folder.glob("checkpoint-*") if processes_of(path) is not None]
+    whole = [path for path in folder.glob("checkpoint-*") if launch_of(path) is not None]
     return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
@@ -417,11 +423,14 @@ def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
 
 
 def _resumed(recipe: Recipe) -> Path | None:
-    """The checkpoint from which training resumes, or None. Raises RecipeError if it is missing."""
+    """The checkpoint from which training resumes, or None. All processes must call it.
+
+    Raises RecipeError if it is missing.
+    """
     asked = recipe.training.get("resume_from_checkpoint")
     if asked is None:
-        return last_checkpoint(recipe.folder)
-    if processes_of(Path(asked)) is None:
+        return from_first(last_checkpoint(recipe.folder))
+    if launch_of(Path(asked)) is None:
         raise RecipeError(
             f"resume_from_checkpoint is {asked!r}, but this folder is not a complete checkpoint; "
             "name another, or leave the key out to resume from the last complete one."
@@ -539,19 +548,20 @@ def distil(
     """The distilled draft in fp32, unsharded, on the first process; None elsewhere.
 
     Resumes from the last complete checkpoint of the run, or from resume_from_checkpoint.
-    Raises RecipeError for a checkpoint of another number of processes or another parallelism.
+    Raises RecipeError for a checkpoint of other steps or, with FSDP, of other processes.
     base: the base model of LoRA's adapters (`save_adapters`); None: they are not kept.
     """
     checkpoint = _resumed(recipe)
     if checkpoint is not None:
-        if (processes := processes_of(checkpoint)) != trainer.processes:
+        if (launch := launch_of(checkpoint)) != trainer.launch:
             raise RecipeError(
-                f"{checkpoint} was written by {processes}, and {trainer.processes} cannot resume "
-                "it; launch the same processes, or train under another --name with the cached "
+                f"{checkpoint} was trained with {launch}, and cannot be resumed with "
+                f"{trainer.launch}; launch the same processes, or change "
+                "gradient_accumulation_steps, or train under another --name with the cached "
                 "outputs."
             )
         best = read_json(checkpoint / TRAINER_STATE_NAME)["best_global_step"]
-        if best and processes_of(checkpoint.with_name(f"checkpoint-{best}")) is None:
+        if best and launch_of(checkpoint.with_name(f"checkpoint-{best}")) is None:
             raise RecipeError(
                 f"checkpoint-{best} has the best weights of {checkpoint.parent}, but is damaged or "
                 "missing; restore it, or train under another --name with the cached outputs."

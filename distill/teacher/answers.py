@@ -58,12 +58,12 @@ def who_answers(
     return "vllm", "on a GPU it should be faster than the reference decoder (not measured yet)"
 
 
-def open_store(settings: AnswerSettings, target: Vocabulary, dtype: str) -> Store:
-    """The store of this target's outputs. All processes must call it."""
+def open_store(settings: AnswerSettings, target: Vocabulary, dtype: str, stores: Path) -> Store:
+    """The store of this target's outputs, in the folder `stores`. All processes must call it."""
     key = {}
     if PartialState().is_main_process:  # it reads all the target's weights
         key = {"target weights": weights_sha256(str(target.folder)), "dtype": dtype}
-    return Store.of(from_first(key) | settings.key)
+    return Store.of(from_first(key) | settings.key, stores)
 
 
 def to_answer(prompts: list[list[int]], per_prompt: int, most: int | None) -> list[list[int]]:

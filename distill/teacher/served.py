@@ -203,9 +203,9 @@ def open_server(url: str, model: str | None, settings: AnswerSettings) -> Server
 
 
 def served_store(
-    server: Server, settings: AnswerSettings, folder: Path, prompts: list[list[int]]
+    server: Server, settings: AnswerSettings, folder: Path, prompts: list[list[int]], stores: Path
 ) -> Store:
-    """The store of the served model's outputs. All processes must call it.
+    """The store of the served model's outputs, in the folder `stores`. All processes must call it.
 
     The first process asks the server for its models, unless the store that is noted in the run's
     folder has all outputs. Raises ServerError if the target is not served.
@@ -213,9 +213,9 @@ def served_store(
     key: dict[str, Any] = {}
     if PartialState().is_main_process:
         key = read_json(folder / USED)["key"] if (folder / USED).exists() else {}
-        if not key or unanswered(Store.of(key), prompts):
+        if not key or unanswered(Store.of(key, stores), prompts):
             key = _served_model(server) | settings.key
-    return Store.of(from_first(key))
+    return Store.of(from_first(key), stores)
 
 
 def unanswered(store: Store, prompts: list[list[int]]) -> bool:

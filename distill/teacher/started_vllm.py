@@ -21,7 +21,7 @@ from distill.teacher.answers import (
     who_answers,
 )
 from distill.teacher.served import ServedTarget, open_server, served_store, unanswered
-from distill.teacher.store import AnswerSettings, Store
+from distill.teacher.store import AnswerSettings, Store, stores_of
 from eval.decoding.target import Target
 from eval.engines.local_vllm import gpu_arguments, serve_vllm, vllm_python
 from eval.engines.server import Server
@@ -43,11 +43,12 @@ def answering_target(
     prompted = prompts.held_out.ids + to_answer(
         prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers
     )
+    stores = stores_of(recipe.folder)
     if by == "server":
         server = open_server(str(recipe.answer_url), recipe.answer_model, settings)
-        store = served_store(server, settings, recipe.folder, prompted)
+        store = served_store(server, settings, recipe.folder, prompted, stores)
         return ServedTarget(store, settings, pair.target, prompted, server)
-    store = open_store(settings, pair.target, recipe.dtype)
+    store = open_store(settings, pair.target, recipe.dtype, stores)
     if by == "vllm":
         return StartedVllm(store, settings, pair.target, prompted, recipe.dtype)
     return LocalTarget(store, settings, load, pair.layers)

@@ -1,18 +1,19 @@
 """The target's outputs, distributions and hidden states on disk, shared by all runs.
 
-A store is a folder `teacher/KEY` of the cache. KEY is a hash of what runs must share to share the
-outputs: model, dtype and `AnswerSettings.key`; key.json has them in words. Reference decoder or
-vLLM, batch size and device are not in the key: they change an output by rounding only. A
-learning rate changes no output. A record has a name (a hash of its token ids) and a few tensors. A
-shard is one safetensors file of whole records. It is written under another name, renamed, and never
-changed. So any number of processes and runs read and append at once, and a kill loses only the
-shard that is being written.
+A store is a folder `teacher/KEY` of the cache, or of the run's folder (`stores_of`). KEY is a hash
+of what runs must share to share the outputs: model, dtype and `AnswerSettings.key`; key.json has
+them in words. Reference decoder or vLLM, batch size and device are not in the key: they change an
+output by rounding only. A learning rate changes no output. A record has a name (a hash of its token
+ids) and a few tensors. A shard is one safetensors file of whole records. It is written under
+another name, renamed, and never changed. So any number of processes and runs read and append at
+once, and a kill loses only the shard that is being written.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,10 +29,12 @@ from torch import Tensor
 
 from align.errors import UserError
 from align.files import atomic_file, locked, write_json
-from align.machine import from_first, wait_on_host
+from align.machine import from_first, shared_by_all, wait_on_host
 from align.sources import cache_folder
 from eval.decoding.loop import Decoding
 
+TEACHER = "teacher"  # the folder of all stores, in the cache or in a run's folder
+VISIBLE_SECONDS = 90.0  # NFS may show a new file to other machines after a minute only
 TAUGHT = "-taught"  # ends the name of an output with distributions within its prompt
 
 Record = Mapping[str, Tensor]
@@ -63,6 +66,15 @@ class AnswerSettings:
             "stop tokens": sorted(self.decoding.stops),
         }
         return key | ({"seed": self.decoding.seed} if temperature else {})
+
+
+def stores_of(run: Path) -> Path:
+    """The folder of all stores of the run with this folder. All processes must call it.
+
+    It is in the run's folder if the processes do not share a cache.
+    """
+    cache, own = cache_folder() / TEACHER, run / TEACHER
+    return cache if shared_by_all(cache) and not from_first(own.is_dir()) else own
 
 
 def bytes_per_token(top_k: int, vocab_size: int) -> int:
@@ -140,10 +152,10 @@ class Store:
         self.refresh()
 
     @classmethod
-    def of(cls, key: Mapping[str, Any]) -> Store:
-        """The store in the cache with this key."""
+    def of(cls, key: Mapping[str, Any], stores: Path) -> Store:
+        """The store with this key in the folder `stores`."""
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-        return cls(cache_folder() / "teacher" / digest, key)
+        return cls(stores / digest, key)
 
     def of_states(self, layers: Sequence[int]) -> Store:
         """The store of these layers' hidden states, by the name of the text they were read on."""
@@ -207,11 +219,15 @@ class Store:
         """
         wait_on_host()  # the first process may have a vLLM on all GPUs
         self.refresh()
+        deadline = time.monotonic() + VISIBLE_SECONDS
+        while any(name not in self for name in names) and time.monotonic() < deadline:
+            time.sleep(1)
+            self.refresh()
         if lacking := sum(name not in self for name in names):
             raise CacheError(
                 f"{self.folder} lacks {lacking} of {len(names)} records after every process has "
-                "made its share: the processes do not see the same folder. Set DRAFTSMITH_CACHE "
-                "to a folder on a disk that all of them share."
+                "made its share: the processes do not see the same folder. Set output_dir to a "
+                "folder on a disk that all of them share."
             )
 
     def __contains__(self, name: str) -> bool:

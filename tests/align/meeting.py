@@ -8,7 +8,7 @@ import torch
 from accelerate import PartialState
 from transformers import TrainingArguments
 
-from align.machine import join_processes, use_machine
+from align.machine import join_processes, use_machine, wait_on_host
 
 
 def let_tensors_die(megabytes, growing):
@@ -38,7 +38,7 @@ def wait_for_the_first(timeout):
     os.environ["ACCELERATE_USE_CPU"] = "true"  # as the launcher does
     print("here:", join_processes(True, timeout), flush=True)
     TrainingArguments(use_cpu=True)
-    with PartialState().main_process_first():
-        if PartialState().is_main_process:
-            time.sleep(1)
+    if PartialState().is_main_process:
+        time.sleep(1)
+    wait_on_host()
     print("together", flush=True)

@@ -9,13 +9,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import PartialState
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+from torch.distributed import distributed_c10d
 
 from align import machine as this_machine
 from align.errors import UserError
-from align.machine import join_processes, machine_lines, wait_on_host
+from align.machine import (
+    from_first,
+    join_processes,
+    machine_lines,
+    shared_by_all,
+    wait_on_host,
+)
 from tests.align.meeting import let_tensors_die, wait_for_the_first
 from tests.ranks import run_ranks
 
@@ -99,14 +105,16 @@ def test_what_a_run_needs_is_held_against_the_machine(machine, tmp_path):
     assert memory.startswith("memory: 4.0 GiB needed, 2.0 free: TOO LITTLE")
 
 
-def meet_on_the_host():
+def meet_on_the_host(folder):
     join_processes(True, 60)
-    PartialState.wait_for_everyone = None  # with NCCL it would spin on the GPUs
+    distributed_c10d._get_default_group = None  # with NCCL it would spin on the GPUs
+    rank = os.environ["RANK"]
     wait_on_host()
-    os.write(1, b"met")
+    os.write(1, f"{from_first(rank)} ".encode())
+    os.write(1, f"{shared_by_all(folder)} {shared_by_all(folder / rank)}".encode())
 
 
 def test_processes_wait_for_each_other_without_a_gpu(tmp_path):
-    for status, printed in run_ranks(tmp_path, 2, meet_on_the_host):
+    for status, printed in run_ranks(tmp_path, 2, meet_on_the_host, tmp_path):
         assert status == 0, printed
-        assert "met" in printed
+        assert printed.endswith("0 True False")

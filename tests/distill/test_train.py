@@ -197,6 +197,11 @@ def test_who_answers_may_change_in_a_folder_and_what_is_asked_may_not(job, tmp_p
     recipe.folder.mkdir()
     (recipe.folder / "recipe.yaml").write_text(dump(recipe))
     refuse_another_run(job(tmp_path / "run", answers="vllm", logging_steps=3))
+    smaller = job(tmp_path / "run", gradient_accumulation_steps=2)
+    refuse_another_run(smaller)  # a checkpoint would be of steps of another size
+    (recipe.folder / "draft").mkdir()
+    with pytest.raises(RecipeError, match="gradient_accumulation_steps"):
+        refuse_another_run(smaller)
     with pytest.raises(RecipeError, match=r"held_out_prompts: 32 -> 8\)"):
         refuse_another_run(job(tmp_path / "run", held_out_prompts=8))
 

@@ -242,11 +242,12 @@ def test_every_epoch_has_its_own_order_of_rows():
     assert list(order) != first
 
 
-def test_other_processes_than_left_a_checkpoint_are_refused(tmp_path, train, tiny_model):
+def test_steps_of_another_size_do_not_go_on_from_a_checkpoint(tmp_path, train, tiny_model):
     train(tiny_model(), made_answers(), recipe_in(tmp_path))
-    mark_complete(tmp_path / "checkpoint-8", "2 processes (FSDP)")
-    with pytest.raises(RecipeError, match=r"2 processes \(FSDP\), and 1 process \(alone\)"):
-        train(tiny_model(), made_answers(), recipe_in(tmp_path))
+    half = {"per_device_train_batch_size": 2}
+    with pytest.raises(RecipeError, match=r"with 4 sequences a step, .* with 2 sequences a step;"):
+        train(tiny_model(), made_answers(), recipe_in(tmp_path, **half))
+    train(tiny_model(), made_answers(), recipe_in(tmp_path, **half, gradient_accumulation_steps=2))
 
 
 @pytest.mark.parametrize(
@@ -349,7 +350,7 @@ def test_the_last_checkpoint_has_the_highest_number(tmp_path):
     assert last_checkpoint(tmp_path) is None
     for step in (9, 90, 100, 1000):
         (tmp_path / f"checkpoint-{step}").mkdir()
-        mark_complete(tmp_path / f"checkpoint-{step}", "1 process (alone)")
+        mark_complete(tmp_path / f"checkpoint-{step}", "4 sequences a step")
     assert last_checkpoint(tmp_path).name == "checkpoint-1000"
     (tmp_path / "checkpoint-1000" / "complete").unlink()  # cut short
     assert last_checkpoint(tmp_path).name == "checkpoint-100"

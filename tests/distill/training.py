@@ -6,11 +6,14 @@ A launcher starts it by path: training.py RANK-THAT-DIES RECIPE
 import os
 import signal
 import sys
+import tempfile
+from pathlib import Path
 
 from trl import SFTTrainer
 
 from distill import held_out, prompt_sets
 from distill.train import main
+from eval.engines.server import Server
 
 # few prompts, some of them followed all the same
 FOLLOWED = (
@@ -35,6 +38,18 @@ def train(recipe, dies, environment):
 
     SFTTrainer._save_checkpoint = last
     sys.exit(main(["--recipe", str(recipe)]))
+
+
+def train_apart(recipe, dies, machines):
+    """The same in processes of one machine each; the first alone has a network and prompts."""
+    machine = Path(machines) / os.environ["RANK"]
+    for name in ("HOME", "TMPDIR", "DRAFTSMITH_CACHE"):
+        (machine / name).mkdir(parents=True, exist_ok=True)
+        os.environ[name] = str(machine / name)
+    tempfile.tempdir = None  # so that it is looked for again
+    if os.environ["RANK"] != "0":
+        del Server._request, prompt_sets._chosen
+    train(recipe, dies, {})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -370,15 +369,6 @@ def test_a_response_that_was_not_asked_for_is_refused(mangle, message):
     mangle(sent)
     with pytest.raises(ServerError, match=message):
         REQUEST.read(sent, [1, 2])
-
-
-def test_the_first_process_alone_asks_a_server(served, monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "PartialState", lambda: SimpleNamespace(is_main_process=False))
-    monkeypatch.setattr(module, "from_first", lambda _: {"served model": "as the first was told"})
-    settings = served(SimpleNamespace(url="http://localhost")).answer_settings([0])
-    unreachable = module.open_server("http://127.0.0.1:9", None, settings)
-    store = module.served_store(unreachable, settings, tmp_path, [[1, 2]])
-    assert store.key == {"served model": "as the first was told"}
 
 
 def test_a_long_answer_has_the_time_that_it_takes(stand_in, served):

@@ -83,15 +83,14 @@ def test_what_was_used_is_known_by_its_contents(tmp_path):
     assert len(hashes) == 3
 
 
-def test_what_changes_an_answer_has_a_store_of_its_own(monkeypatch, tmp_path):
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
-    store = Store.of(KEY)
+def test_what_changes_an_answer_has_a_store_of_its_own(tmp_path):
+    store = Store.of(KEY, tmp_path)
     assert not list(tmp_path.iterdir())  # before there is an answer
     put(store, 0)
     assert json.loads((store.folder / "key.json").read_text()) == KEY
-    assert "0" in Store.of(dict(reversed(KEY.items())))
+    assert "0" in Store.of(dict(reversed(KEY.items())), tmp_path)
     for change in ({"target weights": "xyz"}, {"seed": 2}, {"more": None}):
-        assert "0" not in Store.of(KEY | change)
+        assert "0" not in Store.of(KEY | change, tmp_path)
 
 
 def test_a_shard_that_is_cut_or_gone_is_an_error(tmp_path):
@@ -106,6 +105,16 @@ def test_a_shard_that_is_cut_or_gone_is_an_error(tmp_path):
     shard.unlink()
     with pytest.raises(CacheError, match=shard.name):
         store["1"]
+
+
+def test_a_record_that_the_disk_shows_late_is_waited_for(tmp_path, monkeypatch):
+    store = Store(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(module.time, "sleep", lambda _: put(Store(tmp_path), 0))
+        store.wait_for(["0"])
+    monkeypatch.setattr(module, "VISIBLE_SECONDS", 0)
+    with pytest.raises(CacheError, match="lacks 1 of 2"):
+        store.wait_for(["0", "1"])
 
 
 def test_who_made_an_answer_is_kept_with_it(tmp_path):
