@@ -24,7 +24,7 @@ from eval.prompts import Prompt
 
 PASSES = 2  # of each load: servers that run one at a time do one of them early and one late
 BATCHES = FEWEST_CLUSTERS // PASSES  # of requests that count, in a pass
-FEWEST = 4  # requests of a batch
+AT_RATE = 4  # fewest requests of a batch at a rate
 GOODPUT = ("ttft", "tpot", "e2el")  # names of limits, as in `vllm bench serve --goodput`
 
 
@@ -102,7 +102,7 @@ def passes(load: Load, prompts: Sequence[Prompt], seed: int) -> list[Pass]:
 
     seed: of the random times between requests at a rate, which are the same for all servers.
     """
-    batch = max(load.concurrency or FEWEST, FEWEST, -(-len(prompts) // (PASSES * BATCHES)))
+    batch = max(load.concurrency or AT_RATE, -(-len(prompts) // (PASSES * BATCHES)))
     edge, counted = load.concurrency or batch, BATCHES * batch
     made = []
     for number in range(PASSES):

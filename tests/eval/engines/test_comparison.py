@@ -71,14 +71,14 @@ def test_all_work_is_done_once(fake, order):
     assert pairs(comparison) == [[0, 1, 2, 3]] * 2
     for server in servers:
         lengths = [body["max_tokens"] for body in server.streamed]
-        assert lengths.count(20) == 4 + 2 * (2 + 20 + 2)  # 2 passes
+        assert lengths.count(20) == 4 + 2 * (2 + 10 + 2)  # 2 passes
         at_load = lengths[lengths.index(WARM_UP) :]
         assert at_load[:6] == [WARM_UP] * 2 + [20] * 4  # a server's first batches compile kernels
     for length, draft in enumerate(comparison.drafting, 2):
         assert comparison.failure(draft) == ""
         assert comparison.divergent(draft) == []
         ((point,), reason) = comparison.by_load(draft)
-        assert (point["concurrency"], point["requests"], reason) == (2, 40, "")
+        assert (point["concurrency"], point["requests"], reason) == (2, 20, "")
         assert point["mean_acceptance_length"].mean == length
 
 
@@ -113,7 +113,7 @@ def test_outputs_from_before_a_failure_and_those_of_others_stay(
 def test_a_failure_at_a_load_leaves_the_prompts_and_the_loads_before(fake, order, failing, loads):
     servers = [fake(1), fake(3)]
     # at 1, both passes and their first requests; some at 4
-    servers[failing].refuses_after = 4 + 2 * (1 + 22) + 7
+    servers[failing].refuses_after = 4 + 2 * (1 + 7) + 9
     comparison = compared(servers, order, [1, 4])
     assert pairs(comparison) == [[0, 1, 2, 3]]
     points, reason = comparison.by_load(*comparison.drafting)
