@@ -162,7 +162,9 @@ def _by_load(report: Report, loads: list[int]) -> str:
             clauses.append(f"no draft {at}, because none is shown to be faster")
             continue
         speedups = report.drafts[name].speedup_by_load
-        figures = ", ".join(f"{times(speedups[load])} at {load}" for load in (few, *more))
+        figures = ", ".join(
+            times(speedups[load]) + (f" at {load}" if more else "") for load in (few, *more)
+        )
         clauses.append(f"{_with_length(report, name)} {at} ({figures})")
     return (
         f"By requests at a time, serve {'; '.join(clauses)}. More than {loads[-1]}: not measured."
