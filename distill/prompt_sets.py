@@ -35,6 +35,7 @@ from eval.prompts import (
     load_prompts,
     open_prompts,
     refuse_repeated_ids,
+    refuse_server_only,
     render_set,
     write_prompts,
 )
@@ -202,6 +203,7 @@ def training_prompts(
             "others, or put text that all prompts share (a schema, rules) into a system message."
         )
     refuse_repeated_ids(kept, spec)
+    refuse_server_only(kept)
     return kept, overlap
 
 
@@ -214,7 +216,9 @@ def evaluation_prompts(spec: str, limit: int | None, seed: int) -> list[Prompt]:
         )
     if spec == LICENCES:
         return draw(licence_prompts(held_out=True), limit, seed)
-    return load_prompts(spec, limit, seed)
+    prompts = load_prompts(spec, limit, seed)
+    refuse_server_only(prompts)
+    return prompts
 
 
 def _held_out(

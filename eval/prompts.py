@@ -6,7 +6,9 @@ A spec is a Hub data set (`NAME`, `NAME:SPLIT` or `NAME:CONFIG:SPLIT`; the defau
 `tools`, which are rendered with the target's chat template. Optional: `category`, `group` (shared
 by prompts of one document or source), `id` or `task_id`. Other fields are ignored, but a row with
 pictures or sound is refused.
-`conversations` (`from` and `value`) and a `prompt` that is a list are messages, too. A last turn of
+`conversations` (`from` and `value`) and a `prompt` that is a list are messages, too. `turns` (as in
+MT-bench) are questions of the user, each asked after the outputs for those before; `question` and
+`function` (as in BFCL) are turns and tools. A `response_format` is sent to servers. A last turn of
 the assistant is dropped, because the target generates the output. `instruction` puts a `prompt`
 into a user's message. `chat_template_kwargs` (`{"enable_thinking": false}`) are passed to the
 template; a row's value has priority over the recipe's.
@@ -105,8 +107,9 @@ _Name = Annotated[str, BeforeValidator(lambda name: str(name) if type(name) is i
 class Prompt:
     """One prompt: `prompt` is completed raw, `messages` are rendered with a chat template.
 
-    chat_template_kwargs: variables for the template. tools: JSON schemas. Rows of files are checked
-    against these annotations.
+    chat_template_kwargs: variables for the template. tools: JSON schemas. follow_ups: later turns
+    of the user, each asked after the output for the turn before. response_format: of OpenAI's chat
+    API. Rows of files are checked against these annotations.
     """
 
     id: _Name
@@ -116,6 +119,8 @@ class Prompt:
     group: _Name | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
+    follow_ups: list[Annotated[str, Field(pattern=r"\S")]] | None = None
+    response_format: dict[str, Any] | None = None
 
     @property
     def text(self) -> str:
@@ -290,7 +295,10 @@ def _in_usual_form(row: Any, info: ValidationInfo) -> Any:
     row = {key: value for key, value in row.items() if value is not None}
     if shown := [name for name in SHOWN if row.get(name)]:
         raise ValueError(f"`{shown[0]}` is part of the prompt, but only text can be read")
-    row["id"] = row.get("id", row.get("task_id", info.context))
+    names = ("id", "task_id", "question_id")
+    row["id"] = next((row[name] for name in names if name in row), info.context)
+    if row.keys() & {"turns", "question"} and not row.keys() & {"prompt", "messages"}:
+        row = _of_turns(row)
     prompt, turns = row.get("prompt"), row.get("messages")
     if isinstance(prompt, list) and turns is None:
         turns = row.pop("prompt")
@@ -304,6 +312,15 @@ def _in_usual_form(row: Any, info: ValidationInfo) -> Any:
     if not row.get("tools"):
         row.pop("tools", None)
     return row
+
+
+def _of_turns(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of MT-bench (`turns`) or BFCL (`question`: messages of each turn, and `function`)."""
+    turns = row.get("turns") or [messages[-1]["content"] for messages in row["question"]]
+    first = row["question"][0] if "question" in row else [{"role": "user", "content": turns[0]}]
+    tools = [{"type": "function", "function": function} for function in row.get("function", [])]
+    more = {"follow_ups": turns[1:]} if turns[1:] else {}
+    return {"tools": tools} | row | {"messages": first} | more
 
 
 def _message(turn: Any) -> Any:
@@ -409,7 +426,7 @@ def _asked(prompt: Prompt, instruction: str) -> Prompt:
         )
     # one pass, so that `{prompt}` within a prompt is not replaced
     content = re.sub("|".join(map(re.escape, parts)), lambda place: parts[place[0]], instruction)
-    return replace(prompt, prompt=None, messages=[{"role": "user", "content": content}])
+    return replace(prompt, prompt=None, messages=[_asking(content)])
 
 
 def split_task(prompt: str) -> tuple[str, str] | None:
@@ -522,9 +539,42 @@ def chat_request(prompt: Prompt) -> dict[str, Any]:
     request: dict[str, Any] = {"messages": [_as_sent(turn) for turn in prompt.messages or []]}
     if prompt.tools:  # "none": the template shows the tools, and a call in the output stays text
         request |= {"tools": prompt.tools, "tool_choice": "none"}
-    if prompt.chat_template_kwargs:
-        request["chat_template_kwargs"] = prompt.chat_template_kwargs
+    for name in ("chat_template_kwargs", "response_format"):
+        if value := getattr(prompt, name):
+            request[name] = value
     return request
+
+
+def refuse_server_only(prompts: Iterable[Prompt]) -> None:
+    """Raise PromptError for a prompt that only a server can be asked."""
+    for prompt in prompts:
+        if prompt.follow_ups or prompt.response_format:
+            named = "follow-up turns" if prompt.follow_ups else "a `response_format`"
+            raise PromptError(
+                f"Prompt {prompt.id!r} has {named}, which only a server is asked; measure it with "
+                "--engine vllm, or remove the field."
+            )
+
+
+def turns_of(prompt: Prompt) -> list[Prompt]:
+    """A conversation as prompts of one group, whose later ones lack the turns before."""
+    texts = prompt.follow_ups or []
+    first = replace(prompt, follow_ups=None, group=prompt.group or (prompt.id if texts else None))
+    later = [
+        replace(first, id=f"{prompt.id}, turn {number}", messages=[_asking(text)])
+        for number, text in enumerate(texts, 2)
+    ]
+    return [first, *later]
+
+
+def after(prompt: Prompt, earlier: Prompt, output: str) -> Prompt:
+    """A later turn with the conversation before it: the turn before, and the output for it."""
+    said = {"role": "assistant", "content": output}
+    return replace(prompt, messages=[*(earlier.messages or []), said, *(prompt.messages or [])])
+
+
+def _asking(text: str) -> _Message:
+    return {"role": "user", "content": text}
 
 
 def _as_sent(turn: dict[str, Any]) -> dict[str, Any]:

@@ -57,6 +57,7 @@ from eval.prompts import (
     PromptSet,
     in_chat_form,
     load_prompts,
+    refuse_server_only,
     render_set,
 )
 from eval.reporting.build import build_report
@@ -293,7 +294,10 @@ def _prompt_sets(
         )
         return render_set(args.prompts, asked, tokenizer, room, args.max_new_tokens, *lengths)
 
-    prompts = rendered(load_prompts(args.prompts, args.max_prompts, args.seed))
+    loaded = load_prompts(args.prompts, args.max_prompts, args.seed)
+    if args.engine != "vllm":
+        refuse_server_only(loaded)
+    prompts = rendered(loaded)
     prompts = replace(prompts, overlap=args.overlap)
     if args.tuning is not None:
         return prompts, rendered(load_prompts(str(args.tuning)))

@@ -208,7 +208,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True  # amid the output
                 return
             step = tokens[done : done + (server.step if done else server.first)]
-            choice = {"text": "x", "finish_reason": None}
+            choice = {"text": "".join(map(chr, step)), "finish_reason": None}
             choice |= {"token_ids": step} if server.token_ids else {}
             choice |= {} if done or chat else {"prompt_token_ids": ids}
             with server.lock:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
 from tqdm import tqdm
@@ -22,7 +23,7 @@ from eval.engines.server import ServerError
 from eval.measuring.evaluation import decoding_facts, prompt_facts
 from eval.measuring.output_check import divergence
 from eval.measuring.runs import DraftLog, RunLog, Speculation, TargetOutput
-from eval.prompts import Prompt, PromptSet
+from eval.prompts import Prompt, PromptSet, after, turns_of
 from eval.reporting.build import build_report
 from eval.reporting.fields import Report
 
@@ -34,13 +35,14 @@ class Output(NamedTuple):
 
     run: tokens and times; drafted and accepted tokens are 0 for a server. prompt_ids: empty if a
     server does not return them. ended: whether a stop token ended the output. counters: a server's
-    counts of speculation for this output; None if it has none.
+    counts of speculation for this output; None if it has none. text: of a server's output.
     """
 
     run: PromptRun
     prompt_ids: list[int]
     ended: bool
     counters: Speculation | None = None
+    text: str = ""
 
 
 class PromptOutputs(NamedTuple):
@@ -108,21 +110,27 @@ class Visit(NamedTuple):
     judges: bool = False
 
 
-def take_turns(contenders: int, prompts: int, passes: int) -> Iterator[Visit]:
-    """Visits of contenders that run at the same time; the first one changes with each prompt."""
+# numbers of the prompts of each conversation
+Conversations = Sequence[Sequence[int]]
+
+
+def take_turns(contenders: int, prompts: Conversations, passes: int) -> Iterator[Visit]:
+    """Visits of contenders that run at the same time; the first one changes each time."""
     orders = [[*range(first, contenders), *range(first)] for first in range(contenders)]
-    yield from (Visit(c, [i], []) for i in range(prompts) for c in orders[i % contenders])
+    for i, conversation in enumerate(prompts):
+        yield from (Visit(c, conversation, []) for c in orders[i % contenders])
     yield Visit(0, [], [], judges=True)
     yield from (Visit(c, [], [i]) for i in range(passes) for c in orders[i % contenders])
 
 
-def there_and_back(contenders: int, prompts: int, passes: int) -> Iterator[Visit]:
+def there_and_back(contenders: int, prompts: Conversations, passes: int) -> Iterator[Visit]:
     """The visits of contenders that run one at a time: A B C with half of the work, then C B A.
 
     The last contender does all its work in one visit.
     """
     last = contenders - 1
-    (p0, p1), (r0, r1) = ((range(count)[0::2], range(count)[1::2]) for count in (prompts, passes))
+    p0, p1 = ([i for turns in prompts[half::2] for i in turns] for half in (0, 1))
+    r0, r1 = range(passes)[0::2], range(passes)[1::2]
     yield from (Visit(c, p0, r0) for c in range(last))
     yield Visit(last, [*p0, *p1], [*r0, *r1])
     yield from (Visit(c, p1, r1, judges=c == 0) for c in reversed(range(last)))
@@ -144,17 +152,22 @@ class Comparison:
         text of one token id, or of no id if an output ends.
         """
         self.baseline, *self.drafting = contenders
-        self.prompts, self.decoding, self.loads, self.limits = prompts, decoding, loads, limits
+        self.decoding, self.loads, self.limits = decoding, loads, limits
+        conversations = [turns_of(prompt) for prompt in prompts.prompts]
+        self.prompts = replace(prompts, prompts=[turn for turns in conversations for turn in turns])
+        ends = [0, *accumulate(map(len, conversations))]
+        self.conversations = [range(start, end) for start, end in pairwise(ends)]
         self.greedy = replace(decoding, sampling=Sampling())
         self.text_of = text_of
-        self.passes = [p for load in loads for p in passes(load, prompts.prompts, decoding.seed)]
+        first_turns = [turns[0] for turns in conversations]
+        self.passes = [p for load in loads for p in passes(load, first_turns, decoding.seed)]
 
-    def run(self, order: Callable[[int, int, int], Iterator[Visit]]) -> None:
+    def run(self, order: Callable[[int, Conversations, int], Iterator[Visit]]) -> None:
         """Make all visits in this order, without the work of contenders that failed."""
         contenders = [self.baseline, *self.drafting]
-        work = len(self.prompts.prompts), len(self.passes)
-        with tqdm(total=len(contenders) * sum(work), desc="compared", unit="task") as bar:
-            for visit in order(len(contenders), *work):
+        work = len(contenders) * (len(self.prompts.prompts) + len(self.passes))
+        with tqdm(total=work, desc="compared", unit="task") as bar:
+            for visit in order(len(contenders), self.conversations, len(self.passes)):
                 contender, prompts = contenders[visit.contender], visit.prompts
                 if "prompts" in contender.failures:
                     prompts = []
@@ -213,7 +226,10 @@ class Comparison:
             name=contender.name,
             runs=with_draft,
             baseline=plain,
-            lossless={"prompts": len(pairs), "divergences": self.divergent(contender)},
+            lossless={
+                "prompts": sum(self._comparable(contender, i) for i in pairs),
+                "divergences": self.divergent(contender),
+            },
             by_load=by_load,
         )
 
@@ -284,7 +300,7 @@ class Comparison:
             contender.failures.setdefault(stage, f"{doing}{error}")
 
     def _output(self, contender: Contender, engine: Engine, number: int) -> PromptOutputs:
-        prompt = self.prompts.prompts[number]
+        prompt = self._asked(contender, number)
         timed = greedy = engine.decode(prompt, self.decoding)
         if not self.decoding.sampling.greedy:
             greedy = engine.decode(prompt, self.greedy)
@@ -292,6 +308,19 @@ class Comparison:
         if contender is self.baseline or (plain and plain.greedy.run.tokens == greedy.run.tokens):
             return PromptOutputs(timed, greedy, None)
         return PromptOutputs(timed, greedy, engine.read(greedy))
+
+    def _asked(self, contender: Contender, number: int) -> Prompt:
+        """The prompt; a later turn follows the contender's own outputs."""
+        prompt = self.prompts.prompts[number]
+        if any(turns[0] == number for turns in self.conversations):
+            return prompt
+        before = contender.outputs[number - 1].timed.text
+        return after(prompt, self._asked(contender, number - 1), before)
+
+    def _comparable(self, contender: Contender, number: int) -> bool:
+        """Whether the prompts were equal: after a divergence, later turns are not."""
+        plain, with_draft = (c.outputs[number].greedy for c in (self.baseline, contender))
+        return plain.prompt_ids == with_draft.prompt_ids
 
     def _judge(self, engine: Engine) -> None:
         for contender in self.drafting:
@@ -307,6 +336,6 @@ class Comparison:
     def _divergence(self, contender: Contender, number: int) -> dict[str, Any] | None:
         """The fields of a `Divergence`, not explained yet; None if the outputs are equal."""
         plain, with_draft = (c.outputs[number].greedy.run for c in (self.baseline, contender))
-        if plain.tokens == with_draft.tokens:
+        if plain.tokens == with_draft.tokens or not self._comparable(contender, number):
             return None
         return divergence(plain, with_draft, self.text_of)

@@ -19,6 +19,7 @@ import torch
 
 from align.errors import UserError
 from align.sources import load_config, resolve_checkpoint
+from eval.decoding.build import longest_context
 from eval.decoding.loop import Decoding
 from eval.engines.comparison import (
     WARM_UP,
@@ -40,6 +41,7 @@ from eval.measuring.runs import REFERENCE_ONLY, Speculation
 from eval.prompts import PromptSet
 from eval.reporting.fields import Report
 
+TEMPLATE = 64  # most tokens of a chat template in a turn
 PATIENCE = 600.0  # most seconds without a byte from a server started here, which may use a CPU
 STEPS = ("tau", "mean_drafted", "accepted_over_drafted", "per_position")
 UNTOLD = {
@@ -113,9 +115,15 @@ def measure_started(
     lengths; if there are several, the names of drafts in the report have them. limits: of the
     goodput. Raises EngineMissing, and ServerError if nothing can be measured.
     """
-    positions = context_length(prompts.ids, decoding.max_new_tokens, max(gammas))
     path = resolve_checkpoint(target, quantised=True)
     config = load_config(str(path))
+    positions = context_length(prompts.ids, decoding.max_new_tokens, max(gammas))
+    # a later turn has no more tokens than characters, besides those of the template
+    positions += max(
+        sum(len(text) + TEMPLATE + decoding.max_new_tokens for text in prompt.follow_ups or [])
+        for prompt in prompts.prompts
+    )
+    positions = min(positions, longest_context(config.get_text_config()))
     with tempfile.TemporaryDirectory() as scratch:
         loadable: dict[str, tuple[str | Path, bool]] = {draft: (draft, False) for draft in METHODS}
         unreadable: dict[str, str] = {}

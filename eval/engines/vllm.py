@@ -63,7 +63,7 @@ class VllmServer(Server):
             path, body = "/v1/completions", body | {"prompt": prompt.prompt}
         else:
             path, body = "/v1/chat/completions", body | chat_request(prompt)
-        times, steps = [time.perf_counter()], []
+        times, steps, text = [time.perf_counter()], [], ""
         prompt_ids: list[int] = []
         usage: dict[str, int] = {}
         finish = None
@@ -76,6 +76,7 @@ class VllmServer(Server):
             for choice in message.get("choices", []):
                 prompt_ids = choice.get("prompt_token_ids") or prompt_ids
                 finish = choice.get("finish_reason") or finish
+                text += choice.get("text") or choice.get("delta", {}).get("content") or ""
                 if ids := choice.get("token_ids"):
                     steps.append(ids)
                     times.append(now)
@@ -92,7 +93,7 @@ class VllmServer(Server):
             )
         seconds = np.diff(times).tolist()
         run = PromptRun.of(prompt, usage.get("prompt_tokens", 0), seconds, steps)
-        return Output(run, prompt_ids, finish == "stop")
+        return Output(run, prompt_ids, finish == "stop", text=text)
 
     def read(self, greedy: Output) -> list[Logprobs] | str:
         """The log-probabilities of this server for its own output, or why there are none."""

@@ -15,13 +15,16 @@ from eval.prompts import (
     Prompt,
     PromptError,
     PromptSet,
+    after,
     chat_request,
     draw,
     in_chat_form,
     load_prompts,
     prompts_sha256,
+    refuse_server_only,
     render,
     render_set,
+    turns_of,
     write_prompts,
 )
 from tests.byte_level import tokenizer_of_bytes
@@ -109,6 +112,34 @@ def test_an_empty_list_of_calls_is_none(written):
     ]
     (prompt,) = load_prompts(written([{"messages": turns}]))
     assert [turn.keys() for turn in prompt.messages] == [{"role", "content"}] * 3
+
+
+def test_conversations_of_several_turns_and_functions(written):
+    """MT-bench and BFCL, as their packages have them."""
+    function = {"name": "f", "parameters": {"type": "dict", "properties": {}}}
+    first, second = ({"role": "user", "content": text} for text in ("Hi.", "Why?"))
+    rows = [
+        {"question_id": 81, "category": "writing", "turns": ["Hi.", "Why?"]},
+        {"id": "a", "question": [[{"role": "system", "content": "Be brief."}, first], [second]]},
+        {"id": "b", "question": [[first]], "function": [function]},
+        {"messages": [first], "response_format": {"type": "json_object"}},
+    ]
+    bench, several, calls, formatted = prompts = load_prompts(written(rows))
+    assert (bench.id, bench.messages, bench.follow_ups) == ("81", [first], ["Why?"])
+    assert (several.messages[0]["role"], several.follow_ups) == ("system", ["Why?"])
+    assert (calls.follow_ups, calls.tools) == (None, [{"type": "function", "function": function}])
+    assert chat_request(formatted)["response_format"] == {"type": "json_object"}
+    turns = turns_of(bench)
+    assert [turn.id for turn in turns] == ["81", "81, turn 2"]
+    assert [turn.group for turn in turns] == ["81", "81"]
+    said = after(turns[1], turns[0], "Hello.")
+    assert said.messages == [first, {"role": "assistant", "content": "Hello."}, second]
+    assert turns_of(calls) == [calls]
+    for prompt in prompts:
+        if prompt is not calls:
+            with pytest.raises(PromptError, match="only a server"):
+                refuse_server_only([prompt])
+    refuse_server_only([calls])
 
 
 def talk(*turns, **fields):

@@ -1,5 +1,6 @@
 """The order in which contenders do their work, and what is left when one of them fails."""
 
+import zlib
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,6 +20,7 @@ from eval.engines.load import Load
 from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer
 from eval.prompts import Prompt, PromptSet
+from tests.fake_vllm import TEXT, Constant
 
 PROMPTS = PromptSet("made up", [Prompt(str(i), prompt=f"say {i}") for i in range(4)], [])
 GREEDY = Decoding(Sampling(), frozenset(), 20)
@@ -38,13 +40,13 @@ def told(visits):
 
 
 def test_servers_that_run_at_once_take_turns():
-    assert told(take_turns(3, 4, 2)) == (
+    assert told(take_turns(3, [[0], [1], [2], [3]], 2)) == (
         "A0 B0 C0 B1 C1 A1 C2 A2 B2 A3 B3 C3 A! A|0 B|0 C|0 B|1 C|1 A|1"
     )
 
 
 def test_servers_that_run_one_at_a_time_go_there_and_back():
-    assert told(there_and_back(3, 4, 2)) == "A02|0 B02|0 C0213|01 B13|1 A13|1!"
+    assert told(there_and_back(3, [[0], [1], [2], [3]], 2)) == "A02|0 B02|0 C0213|01 B13|1 A13|1!"
 
 
 def compared(servers, order=take_turns, loads=(), running=None):
@@ -80,6 +82,33 @@ def test_all_work_is_done_once(fake, order):
         ((point,), reason) = comparison.by_load(draft)
         assert (point["concurrency"], point["requests"], reason) == (2, 20, "")
         assert point["mean_acceptance_length"].mean == length
+
+
+@pytest.mark.parametrize("order", [take_turns, there_and_back])
+def test_each_turn_follows_the_servers_own_outputs(fake, order):
+    """After a divergence the prompts of a later turn differ, so its output is not compared."""
+    servers = [fake(1), fake(3), fake(3, model=Constant([7, *TEXT]))]
+    turns = [{"role": "user", "content": text} for text in ("Hi.", "Why?", "Oh.")]
+    prompts = [Prompt(str(i), messages=turns[:1], follow_ups=["Why?", "Oh."]) for i in range(2)]
+    for server in servers:
+        server.model.ids = lambda body: [zlib.crc32(str(body["messages"]).encode())]
+    facts = {"path": "D", "form": "", "vocabulary": {}, "gamma": None, "gamma_policy": ""}
+    contenders = [
+        Contender(runs_already(VllmServer(server.url, 5.0)), str(i), facts | {"missing": {}})
+        for i, server in enumerate(servers)
+    ]
+    comparison = Comparison(contenders, PromptSet("made up", prompts, []), GREEDY)
+    comparison.run(order)
+    for server in servers:
+        words = {"role": "assistant", "content": "".join(map(chr, server.model.text[:20]))}
+        asked = [body["messages"] for body in server.streamed]
+        for sent in ([0], [0, words, 1], [0, words, 1, words, 2]):
+            messages = [turns[turn] if isinstance(turn, int) else turn for turn in sent]
+            assert asked.count(messages) == 2
+    assert pairs(comparison) == [[*range(6)]] * 2
+    same, other = (comparison.log(draft).lossless for draft in comparison.drafting)
+    assert (same["prompts"], same["divergences"]) == (6, [])
+    assert (other["prompts"], len(other["divergences"])) == (2, 2)
 
 
 @pytest.mark.parametrize(
