@@ -105,6 +105,7 @@ def measured_in(report: Report) -> str:
 def recommended(report: Report, load: int = 1) -> str | None:
     """The name of the draft with the highest lower bound of the speed-up; None if none is above 1x.
 
+    N-gram speculation needs no draft, so it is preferred to drafts that are not shown to be faster.
     load: requests at a time. Drafts with mismatches are left out. Of the reference decoder's
     drafts, so are those that vLLM cannot serve.
     """
@@ -116,7 +117,20 @@ def recommended(report: Report, load: int = 1) -> str | None:
         and load in (speedups := draft.speedup_by_load)
         and speedups[load].bounds[0] > 1
     }
-    return max(bounds, key=lambda name: bounds[name], default=None)
+    best = max(bounds, key=lambda name: bounds[name], default=None)
+    ngram = next((name for name in bounds if report.drafts[name].path == NGRAM), None)
+    return best if best is None or _beats(report, best, ngram, load) else ngram
+
+
+def _beats(report: Report, name: str, ngram: str | None, load: int) -> bool:
+    """Whether a draft is shown to be faster than n-gram speculation, or this is not recommended."""
+    if ngram in (None, name):
+        return True
+    gains = [g.speedup for g in report.gain if (g.draft, g.over) == (name, ngram)]
+    if load == 1 and gains:
+        return gains[0].bounds[0] > 0
+    speedup, alone = (report.drafts[each].speedup_by_load[load] for each in (name, ngram))
+    return speedup.bounds[0] > alone.mean
 
 
 def verdict(report: Report) -> str:
@@ -134,17 +148,19 @@ def verdict(report: Report) -> str:
         return f"{start}No draft is shown to be faster than the target alone in {engine}."
     draft = report.drafts[name]
     shown = _with_length(report, name)
-    figure = f"{times(draft.speedup)}, measured in {engine}"
-    if report.engine != REFERENCE:
-        return (
-            f"{start}Serve {shown} for one request at a time: {figure}; several at a time were "
-            "not measured."
-        )
     ngram = next((d for d in report.drafts.values() if d.path == NGRAM), None)
     alone = f"; n-gram speculation alone {ngram.speedup.mean:.2f}x" if ngram else ""
     if draft is ngram:
-        alone = "; no draft has a higher lower bound"
-    return f"{start}Test {shown} in your engine: {figure} (no server){alone}."
+        alone = "; no draft is shown to be faster" if len(report.drafts) > 1 else ""
+    if report.engine != REFERENCE:
+        return (
+            f"{start}Serve {shown} for one request at a time: {times(draft.speedup)}, measured in "
+            f"{engine}{alone}. Several at a time were not measured."
+        )
+    return (
+        f"{start}Test {shown} in your engine: {times(draft.speedup)}, measured in {engine} (no "
+        f"server){alone}."
+    )
 
 
 def loads_of(report: Report) -> list[int]:

@@ -356,9 +356,14 @@ def test_the_recommendation_is_by_load(sample_report):
     """A draft that gains alone and loses at 8 is not recommended there; the free one may win."""
     untuned, tuned = sample_report.drafts.values()
     untuned.path, untuned.by_load = "prompt-lookup", loads({4: (1.12, 1.2), 8: (0.9, 1.1)})
-    tuned.speedup.ci95, tuned.by_load = (1.3, 1.5), loads({4: (1.1, 1.3), 8: (0.7, 0.9)})
+    untuned.speedup.ci95 = (1.1, 1.4)
+    tuned.speedup.ci95, tuned.by_load = (1.3, 1.5), loads({4: (1.14, 1.3), 8: (0.7, 0.9)})
     report = sample_report.model_copy(update={"engine": "vllm"})
     assert [recommended(report, load) for load in (1, 4, 8)] == ["tuned", "untuned", None]
+    low, high = report.gain[0].speedup.ci95
+    report.gain[0].speedup.ci95 = (-low, high)
+    assert recommended(report) == "untuned"  # the draft is not shown to be faster than the free one
+    report.gain[0].speedup.ci95 = (low, high)
     assert loads_of(report) == [1, 4, 8]
     words = verdict(report)
     assert words.index("distilled") < words.index("at 4 (1.16x") < words.index("no draft at 8")
