@@ -143,8 +143,11 @@ def verdict(report: Report) -> str:
     name = recommended(report)
     if name is None:
         if all(draft.speedup.ci95 is None for draft in report.drafts.values()):
-            most = max(draft.speedup.n for draft in report.drafts.values())
-            return f"{start}No verdict: {most} prompts in {engine} are too few for an interval."
+            most = max(d.speedup.clusters or d.speedup.n for d in report.drafts.values())
+            return (
+                f"{start}No verdict: {most} prompts (or groups) in {engine} are too few for an "
+                "interval."
+            )
         return f"{start}No draft is shown to be faster than the target alone in {engine}."
     draft = report.drafts[name]
     shown = _with_length(report, name)
