@@ -159,10 +159,11 @@ def machine_lines(memory: int, disk: int, folder: Path, on_gpu: bool) -> list[st
     """Text on this machine beside a run's needs: bytes of memory, bytes of disk in `folder`."""
     about = f"machine: torch {torch.__version__}, {cores()} cores"
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = {"memory": memory_left(), f"disk of {nearest}": shutil.disk_usage(nearest).free}
+    place, left = "memory", memory_left()
     if on_gpu and torch.cuda.is_available():
         about += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-        free["memory"] = torch.cuda.mem_get_info()[0]
+        place, left = "memory of a GPU", torch.cuda.mem_get_info()[0]
+    free = {place: left, f"disk of {nearest}": shutil.disk_usage(nearest).free}
     lines = [about]
     for (resource, size), needed in zip(free.items(), (memory, disk), strict=True):
         enough = "" if size >= needed else ": TOO LITTLE (docs/troubleshooting.md)"

@@ -222,10 +222,11 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def load_model(spec: str, dtype: torch.dtype, spread: bool = False) -> PreTrainedModel:
+def load_model(spec: str, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
     """The causal language model of a checkpoint in `dtype`, in evaluation mode.
 
-    spread: place the layers on all GPUs of this process, not in this machine's memory.
+    device: "auto" spreads the layers over all GPUs of this process. A GPU reads its weights from
+    the files, so that several processes do not fill the machine's memory with copies.
     Raises SourceError if the model cannot be read, if weights are missing (transformers would fill
     them with random numbers and only warn), or if it does not fit on the GPUs.
     """
@@ -236,8 +237,8 @@ def load_model(spec: str, dtype: torch.dtype, spread: bool = False) -> PreTraine
 
     auto: Any = AutoModelForCausalLM  # its annotations do not know output_loading_info
     too_large = SourceError(
-        f"{spec!r} does not fit on the GPUs of this process. Make more GPUs visible "
-        "(CUDA_VISIBLE_DEVICES), or let a server answer (answers: server)."
+        f"{spec!r} does not fit on the GPUs of this process. Spread it over more GPUs "
+        "(CUDA_VISIBLE_DEVICES, device_map: auto), or let a server answer (answers: server)."
     )
     try:
         model, loaded = auto.from_pretrained(
@@ -247,7 +248,7 @@ def load_model(spec: str, dtype: torch.dtype, spread: bool = False) -> PreTraine
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
-            device_map="auto" if spread else None,
+            device_map={"cpu": None, "auto": "auto"}.get(device, {"": device}),
         )
     except torch.OutOfMemoryError as error:
         raise too_large from error
@@ -264,7 +265,7 @@ def load_model(spec: str, dtype: torch.dtype, spread: bool = False) -> PreTraine
         ) from error
     _refuse_incomplete(spec, loaded)
     # accelerate keeps layers that did not fit on the CPU, or as `meta` tensors
-    if spread and {p.device.type for p in model.parameters()} & {"cpu", "meta"}:
+    if device == "auto" and {p.device.type for p in model.parameters()} & {"cpu", "meta"}:
         raise too_large
     return model.eval()
 

@@ -12,12 +12,13 @@ import textwrap
 
 import torch
 from accelerate import PartialState
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
+from accelerate.utils import parse_flag_from_env
+from transformers import PreTrainedTokenizerBase
 
 from align.machine import machine_lines
 from align.sources import load_config, weights_cached
 from distill.drafters.pruned import pruned_config
-from distill.models import Pair, check_models, target_loader
+from distill.models import Pair, check_models, parameters, target_loader
 from distill.prepare import untrained_drafter
 from distill.prompt_sets import collect_prompts
 from distill.recipe import Recipe
@@ -91,7 +92,7 @@ def print_gain(recipe: Recipe, pair: Pair, prompts: list[list[int]], target: Tar
 
 
 def print_memory(recipe: Recipe, longest: int, answers: int, answers_here: bool) -> None:
-    """Print the needs of the stage with most memory, and what this machine has.
+    """Print the needs of the stage with most memory, on each GPU, and what this machine has.
 
     longest: tokens of the longest prompt. answers: number of outputs. answers_here: by us.
     """
@@ -108,12 +109,14 @@ def print_memory(recipe: Recipe, longest: int, answers: int, answers_here: bool)
     heads = getattr(target, "num_key_value_heads", None) or target.num_attention_heads
     kv = 2 * size * target.num_hidden_layers * heads * head_size
     tokens = recipe.answer_batch_size * (longest + recipe.answer_max_new_tokens)
-    stages = {"training": draft * (4 + size if recipe.use_peft else TRAINED_BYTES)}
+    shards = PartialState().num_processes if parse_flag_from_env("ACCELERATE_USE_FSDP") else 1
+    spread = torch.cuda.device_count() if recipe.device_map == "auto" else 1
+    stages = {"training": draft * (4 + size if recipe.use_peft else TRAINED_BYTES) // shards}
     if recipe.answers != "server":
         held = parameters(target) * size
-        stages["evaluating"] = held + draft * size
+        stages["evaluating"] = held // spread + draft * size
         if answers_here:
-            stages["answering"] = held + tokens * kv
+            stages["answering"] = (held + tokens * kv) // spread
     name = max(stages, key=lambda stage: stages[stage])
     needed = round(BESIDE * stages[name]) + RUNTIME
     most = answers * recipe.answer_max_new_tokens
@@ -121,13 +124,6 @@ def print_memory(recipe: Recipe, longest: int, answers: int, answers_here: bool)
     print(f"{name} needs most memory (a coarse estimate)")
     on_gpu = not recipe.training.get("use_cpu", False)
     print("\n".join(machine_lines(needed, disk, recipe.folder, on_gpu)))
-
-
-def parameters(config: PreTrainedConfig) -> int:
-    """The number of parameters of a model of this config. Tied weights count once."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def print_example(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:

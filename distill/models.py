@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from align.check import Strategy, Verdict, choose_strategy, compare
 from align.errors import UserError
@@ -176,7 +181,7 @@ def target_loader(recipe: Recipe, prompts: Prompts) -> functools._lru_cache_wrap
     """A function that loads the target at its first call. Its `cache_clear` frees the target.
 
     The target's context is long enough for every prompt with its output. Raises UserError if
-    the draft's context is shorter.
+    the draft's context is shorter, and if a GPU is smaller than the target.
     """
     dtype, device = getattr(torch, recipe.dtype), target_device(recipe)
     ids = prompts.evaluation.ids + prompts.training.ids + prompts.tuning.ids
@@ -190,7 +195,22 @@ def target_loader(recipe: Recipe, prompts: Prompts) -> functools._lru_cache_wrap
                 f"output take {needed}; lower max_prompt_length, "
                 "max_new_tokens or answer_max_new_tokens, or name another draft."
             )
+    if recipe.answers != "server" and device == "cuda":  # a vLLM may answer, but not evaluate
+        size = parameters(load_config(recipe.target).get_text_config()) * dtype.itemsize
+        if size > (total := torch.cuda.mem_get_info()[1]):
+            raise UserError(
+                f"{recipe.target!r} takes {size / 2**30:.0f} GiB, but a GPU here has "
+                f"{total / 2**30:.0f}. Spread it over several (accelerate launch --num_processes 1 "
+                "… --device_map auto), or use a server (answers: server)."
+            )
     return functools.cache(lambda: load_target(recipe.target, dtype, device, needed))
+
+
+def parameters(config: PreTrainedConfig) -> int:
+    """The number of parameters of a model of this config. Tied weights count once."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def target_device(recipe: Recipe) -> str:

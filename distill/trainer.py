@@ -569,7 +569,7 @@ def distil(
         print(f"resuming from {checkpoint}")
     print(f"learning rate: {trainer.args.learning_rate:g}")
     if trainer.args.world_size > 1:
-        print(f"training in {trainer.processes}")
+        print(f"training in {trainer.processes}, {trainer.launch}")
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     distilled: Any = trainer.whole_model()
     if not PartialState().is_main_process:

@@ -25,6 +25,7 @@ if not __package__:
 import argparse
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, get_args
@@ -37,11 +38,11 @@ from align.check import Strategy
 from align.errors import UserError
 from align.files import refuse_unwritable
 from align.machine import use_machine
-from align.sources import load_config, load_tokenizer, read_json
+from align.sources import load_config, load_model, load_tokenizer, read_json
 from eval.decoding.build import build_decoder, longest_context
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
-from eval.decoding.target import load_on, load_target, stop_tokens
+from eval.decoding.target import load_target, stop_tokens
 from eval.decoding.verification import Sampling
 from eval.engines.load import GOODPUT, Load
 from eval.engines.local_vllm import vllm_python
@@ -173,6 +174,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def _refusals(args: argparse.Namespace) -> Iterator[str]:
     """The reasons why the options cannot be used together."""
     engine, several = args.engine, len(args.gamma) > 1
+    if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
+        yield f"one process measures, not {processes} at once; start it with python -m eval.run"
     if args.long_prompts == "truncate_left" and args.max_prompt_length is None:
         yield "--long_prompts truncate_left needs --max_prompt_length, the number of tokens to keep"
     if engine == "vllm" and args.long_prompts == "truncate_left":
@@ -371,7 +374,7 @@ def _measure_in_engine(args: argparse.Namespace) -> Report:
             args.target, drafts, lengths, prompts, decoding, made_by, args.loads, args.goodput
         )
     dtype = getattr(torch, args.dtype)
-    model = load_on(args.target, dtype, args.device)
+    model = load_model(args.target, dtype, args.device)
     decoding = _decoding(args, stop_tokens(model, tokenizer))
     loaded = load_drafts(args.target, model, drafts, dtype)
     return measure_assisted(

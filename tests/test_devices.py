@@ -40,9 +40,10 @@ from eval.decoding.drafters.formats import formats
 from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
 from eval.decoding.generation import Kept, generate_batched
 from eval.decoding.loop import Decoding, decode
-from eval.decoding.target import Target
+from eval.decoding.target import Target, device_count
 from eval.decoding.verification import Sampling, agreement, argmax, warp
 from eval.measuring.agreement import entropy_bits, teacher_forced_logits
+from eval.measuring.environment import environment
 from eval.measuring.timing import fastest_length, step_costs
 from eval.prompts import Prompt, PromptSet
 
@@ -302,7 +303,7 @@ def measuring():
 
 def a_target_on_two_devices():
     whole = spread_target()
-    assert {p.device for p in whole.model.parameters()} == {*map(torch.device, (GPU, OTHER_GPU))}
+    assert device_count(whole.model) == 2
     states, ids = dict.fromkeys((0, 1, 2)), torch.zeros((1, 4), dtype=torch.long, device=GPU)
     whole.decoder.forward(ids, 0, whole.decoder.new_cache(1, 8), states=states)
     assert {state.device for state in states.values()} == {torch.device(GPU)}
@@ -392,3 +393,9 @@ def outcomes():
 @pytest.mark.parametrize("name", CHECKS)
 def test_tensors_of_two_devices_never_meet(outcomes, name):
     assert outcomes[name] == ""
+
+
+def test_a_report_counts_the_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    names = [environment("torch", None, torch.device("cuda"), n)["hardware"] for n in (1, 8)]
+    assert names == ["a GPU", "8 x a GPU"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,19 +35,13 @@ class Target:
 
 
 def load_target(spec: str, dtype: torch.dtype, device: str, context_length: int) -> Target:
-    """The target of a spec, for contexts of up to `context_length` tokens. device: see `load_on`.
+    """The target of a spec, for contexts of up to `context_length` tokens.
 
-    Raises UserError for a model that cannot be read or decoded here.
+    device: see `load_model`. Raises UserError for a model that cannot be read or decoded here.
     """
-    model, tokenizer = load_on(spec, dtype, device), load_tokenizer(spec)
+    model, tokenizer = load_model(spec, dtype, device), load_tokenizer(spec)
     decoder = build_decoder(model, context_length)
     return Target(spec, model, tokenizer, decoder, stop_tokens(model, tokenizer))
-
-
-def load_on(spec: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """A model on a device; device "auto" spreads its layers over all GPUs of this process."""
-    loaded: Any = load_model(spec, dtype, spread=device == "auto")
-    return loaded if device == "auto" else loaded.to(device)
 
 
 def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -85,6 +78,11 @@ def weights_sha256(path: str) -> str | None:
     if len(lines) > 1:
         return hashlib.sha256("".join(lines).encode()).hexdigest()
     return lines[0].partition(" ")[0] if lines else None
+
+
+def device_count(model: PreTrainedModel) -> int:
+    """The number of devices that a model is on."""
+    return len({parameter.device for parameter in model.parameters()})
 
 
 def model_bytes(model: PreTrainedModel) -> int:

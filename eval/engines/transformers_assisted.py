@@ -24,11 +24,12 @@ from transformers.generation import BaseStreamer
 
 from align.check import compare
 from align.errors import UserError
+from align.sources import load_model
 from align.transplant import resized
 from align.vocabulary import read_vocabulary
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.prompt_run import PromptRun
-from eval.decoding.target import load_on, model_bytes
+from eval.decoding.target import device_count, model_bytes
 from eval.engines.comparison import (
     Comparison,
     Contender,
@@ -178,7 +179,7 @@ def load_drafts(
         keys = ("relation", "strategy", "coverage")
         loaded[name] = Draft(
             draft,
-            resized(load_on(draft, dtype, str(model.device)), vocabulary, rows),
+            resized(load_model(draft, dtype, str(model.device)), vocabulary, rows),
             {key: getattr(verdict, key) for key in keys},
         )
     return loaded
@@ -199,7 +200,8 @@ def measure_assisted(
     model: of the target. text_of: returns the text of token ids.
     """
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    machine = environment("transformers", transformers.__version__, model.device)
+    version, gpus = transformers.__version__, device_count(model)
+    machine = environment("transformers", version, model.device, gpus)
     ids = dict(zip((prompt.id for prompt in prompts.prompts), prompts.ids, strict=True))
     engines = {"": Assisted(model, ids)}
     engines |= {name: Assisted(model, ids, draft.model, gamma) for name, draft in drafts.items()}
@@ -217,7 +219,7 @@ def measure_assisted(
         len(decoding.stops),
         target=target,
         engine="transformers",
-        device=device_name(model.device),
+        device=device_name(model),
         dtype=str(model.dtype).removeprefix("torch."),
         environment=machine,
     )

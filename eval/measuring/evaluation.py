@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from align.errors import UserError
 from align.sources import gguf_kind
@@ -19,12 +20,12 @@ from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.forward import Decoder, HiddenStates
 from eval.decoding.loop import Decoding
-from eval.decoding.target import Target, tensor_sha256
+from eval.decoding.target import Target, device_count, tensor_sha256
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics
 from eval.measuring.agreement import BATCH, measure_agreement, target_texts
 from eval.measuring.cost import StepCosts
-from eval.measuring.environment import environment
+from eval.measuring.environment import environment, gpu_name
 from eval.measuring.intervals import measure
 from eval.measuring.journal import Journal
 from eval.measuring.losslessness import LosslessCheck
@@ -76,7 +77,9 @@ def evaluate(
     """
     began = time.monotonic()
     _refuse_evaluated(tuning, evaluation, plan)
-    machine = environment("torch", torch.__version__, target.decoder.device)
+    machine = environment(
+        "torch", torch.__version__, target.decoder.device, device_count(target.model)
+    )
     _begin(journal, target, drafters, (evaluation, tuning), decoding, plan)
     sampling, seed = decoding.sampling, decoding.seed
     spell, special = spelling(target)
@@ -189,7 +192,7 @@ def evaluate(
     run = RunLog(
         target=target.spec,
         engine="torch",
-        device=device_name(target.decoder.device),
+        device=device_name(target.model),
         dtype=_dtype(target),
         decoding=decoding_facts(
             decoding,
@@ -291,7 +294,7 @@ def _begin(
         [(part.ids, [(p.id, p.category, p.group) for p in part.prompts]) for part in parts],
         asdict(decoding) | {"stops": sorted(decoding.stops)},
         asdict(replace(plan, seconds=None)),
-        (device_name(target.decoder.device), dtype, torch.__version__),
+        (device_name(target.model), dtype, torch.__version__),
     )
 
 
@@ -320,10 +323,10 @@ def spelling(target: Target) -> tuple[Callable[[int], bytes], frozenset[int]]:
     return spell, frozenset(i for i, t in enumerate(tokens) if t and t[0] == "special")
 
 
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or the number of CPU threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+def device_name(model: PreTrainedModel) -> str:
+    """The name of the GPUs that a model is on, or the number of CPU threads."""
+    if model.device.type == "cuda":
+        return gpu_name(model.device, device_count(model))
     return f"cpu ({torch.get_num_threads()} threads)"
 
 

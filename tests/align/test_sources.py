@@ -292,16 +292,19 @@ def test_shards_that_the_index_does_not_name_are_not_read(checkpoint):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to put it on")
 def test_a_model_that_is_spread_over_gpus_is_never_left_on_the_cpu(checkpoint):
     with pytest.raises(SourceError, match="CUDA_VISIBLE_DEVICES"):
-        load_model(str(checkpoint), torch.float32, spread=True)
+        load_model(str(checkpoint), torch.float32, "auto")
 
 
-def test_a_gpu_that_is_too_small_is_no_damage(checkpoint, monkeypatch):
-    def full(*_, **__):
+def test_a_gpu_reads_the_files_itself_and_one_that_is_too_small_is_no_damage(
+    checkpoint, monkeypatch
+):
+    def full(*_, device_map, **__):
+        assert device_map == {"": "cuda"}  # or every process would hold a copy in memory first
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
     with pytest.raises(SourceError, match="does not fit"):
-        load_model(str(checkpoint), torch.float32)
+        load_model(str(checkpoint), torch.float32, "cuda")
 
 
 # --- GGUF

@@ -1,16 +1,27 @@
 """A dry run: memory from configs, and what a draft can gain from costs that are set by hand."""
 
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
+from align.errors import UserError
 from align.sources import load_config
-from distill import dry_run
+from distill import dry_run, models
 from distill.train import run
 from eval.measuring.cost import StepCosts
+from eval.prompts import PromptSet
 
 PRUNED = {"draft": None, "num_draft_layers": 1}
+CONFIGS = Path(__file__).with_name("configs")
+PAIR = {"target": 70, "draft": 8}
+PROMPTS = SimpleNamespace(
+    **dict.fromkeys(("evaluation", "training", "tuning"), PromptSet("", [], [[1]]))
+)
+ON_A_SERVER = {"answers": "server", "answer_url": "http://localhost:8000"}
 TABLE = re.compile(r"^ *(.+?)  +(\d\.\d{3})  +(none|\d\.\d\d)  +(\d\.\d\d)x$", re.MULTILINE)
 
 
@@ -36,4 +47,32 @@ def test_a_dry_run_says_what_a_draft_can_gain_and_writes_nothing(
 @pytest.mark.parametrize("name", ["target", "large"])
 def test_parameters_are_counted_from_the_config(folder, name):
     whole = AutoModelForCausalLM.from_pretrained(folder / name).num_parameters()
-    assert dry_run.parameters(load_config(str(folder / name))) == whole
+    assert models.parameters(load_config(str(folder / name))) == whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "processes", "needed"),
+    [
+        ({"use_peft": True, "device_map": "auto"}, 1, 59.3),  # to train the draft on one of them
+        (ON_A_SERVER, 1, 156.6),
+        (ON_A_SERVER, 8, 20.4),
+    ],
+    ids=["spread", "alone", "sharded"],
+)
+def test_what_eight_gpus_need(job, tmp_path, monkeypatch, capsys, changes, processes, needed):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (79 * 2**30, 80 * 2**30))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setattr(dry_run, "PartialState", lambda: SimpleNamespace(num_processes=processes))
+    pair = {key: str(CONFIGS / f"Llama-3.1-{b}B-Instruct") for key, b in PAIR.items()}
+    recipe = job(tmp_path, **pair | changes, use_cpu=False, dtype="bfloat16")
+    dry_run.print_memory(recipe, 100, 10, answers_here=True)
+    (line,) = re.findall("memory of a GPU: .*", capsys.readouterr().out)
+    assert f"{needed} GiB needed" in line
+    assert ("TOO LITTLE" in line) == (needed > 79)
+    if recipe.device_map is None:
+        monkeypatch.setattr(models, "target_device", lambda _: "cuda")
+        with pytest.raises(UserError, match="takes 131 GiB, but a GPU here has 80"):
+            models.target_loader(job(tmp_path, **pair, dtype="bfloat16"), PROMPTS)

@@ -3,6 +3,7 @@ import itertools
 import math
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -330,6 +331,19 @@ def test_a_disk_that_fills_at_a_checkpoint_is_explained(tmp_path, train, tiny_mo
     with pytest.raises(UserError, match=r"disk is full: .*checkpoint-4 could not be written"):
         train(tiny_model(), made_answers(), recipe_in(tmp_path))
     assert last_checkpoint(tmp_path) is None
+
+
+def test_no_checkpoint_is_deleted_before_the_next_is_complete(
+    tmp_path, train, tiny_model, monkeypatch
+):
+    newest = []
+    monkeypatch.setattr(
+        "distill.trainer.rotate_checkpoints",
+        lambda folder, *_, **__: newest.append(last_checkpoint(Path(folder)).name),
+    )
+    train(tiny_model(), made_answers(), recipe_in(tmp_path, save_steps=2))
+    assert newest == [f"checkpoint-{step}" for step in (2, 4, 6, 8)]
+    assert len([*tmp_path.glob("checkpoint-*")]) == 4
 
 
 @pytest.mark.parametrize("damaged", ["optimizer.pt", "model.safetensors", "complete", "lost"])

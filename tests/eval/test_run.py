@@ -120,6 +120,13 @@ def test_options_that_do_not_go_together(capsys, options, named):
     assert named in capsys.readouterr().err
 
 
+def test_processes_do_not_measure_at_once(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "8")  # as accelerate launch starts a script
+    with pytest.raises(SystemExit, match="2"):
+        main("--target T --draft D --prompts P".split())
+    assert "not 8 at once" in capsys.readouterr().err
+
+
 class Interrupted:
     """Decoders that are interrupted after so many calls; `calls` counts them."""
 
