@@ -186,14 +186,13 @@ class Comparison:
         """The numbers of the prompts that the baseline and this contender decoded."""
         return sorted(self.baseline.outputs.keys() & contender.outputs.keys())
 
-    def failure(self, contender: Contender) -> str:
-        """Why this contender or the baseline did not decode all prompts; "" if both did."""
-        baseline = self.baseline.failures.get("prompts", "")
-        return contender.failures.get("prompts", baseline)
+    def failures(self, contender: Contender) -> dict[str, str]:
+        """Why the "prompts", or the passes of a load, of this draft or the baseline ended early."""
+        return self.baseline.failures | contender.failures
 
     def divergent(self, contender: Contender) -> list[dict[str, Any]]:
         """The fields of a `Divergence` for each greedy output that differs from the baseline's."""
-        unjudged = {"why": f"not explained: {self.failure(self.baseline)}"}
+        unjudged = {"why": f"not explained: {self.baseline.failures.get('prompts', '')}"}
         return [
             contender.divergences.get(i, entry | unjudged)
             for i in self.pairs(contender)
@@ -208,8 +207,7 @@ class Comparison:
             if self.baseline.passes.keys() & contender.passes.keys() >= set(numbers):
                 pairs = [(self.baseline.passes[i], contender.passes[i]) for i in numbers]
                 points.append(load_point(pairs, self.limits))
-        reasons = contender.failures | self.baseline.failures
-        return points, next(iter(reasons.values()), "")
+        return points, "; ".join(self.failures(contender).values())
 
     def log(self, contender: Contender) -> DraftLog:
         """The log of a draft on the prompts that the contender and the baseline decoded."""
@@ -220,7 +218,7 @@ class Comparison:
         by_load, no_load = self.by_load(contender)
         missing = contender.facts["missing"] | ({"by_load": no_load} if no_load else {})
         if len(pairs) < len(self.prompts.prompts):
-            missing |= {"prompts": self.failure(contender)}
+            missing |= {"prompts": self.failures(contender)["prompts"]}
         return DraftLog(
             **contender.facts | {"missing": missing},
             name=contender.name,
@@ -246,8 +244,11 @@ class Comparison:
         rule: the engine's verification of sampled tokens. stop_tokens: their number; None: unknown.
         facts: fields of a RunLog. Raises ServerError if no draft has a log.
         """
-        failed = {draft.name: self.failure(draft) for draft in self.drafting}
-        failures = "; ".join(f"{name} {failure}" for name, failure in failed.items() if failure)
+        failures = "; ".join(
+            f"{draft.name} {failure}"
+            for draft in self.drafting
+            for failure in self.failures(draft).values()
+        )
         if not logs:
             raise ServerError(failures)
         used = {run.prompt_id for log in logs for run in log.runs}

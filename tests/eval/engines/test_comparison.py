@@ -77,7 +77,7 @@ def test_all_work_is_done_once(fake, order):
         at_load = lengths[lengths.index(WARM_UP) :]
         assert at_load[:6] == [WARM_UP] * 2 + [20] * 4  # a server's first batches compile kernels
     for length, draft in enumerate(comparison.drafting, 2):
-        assert comparison.failure(draft) == ""
+        assert comparison.failures(draft) == {}
         assert comparison.divergent(draft) == []
         ((point,), reason) = comparison.by_load(draft)
         assert (point["concurrency"], point["requests"], reason) == (2, 20, "")
@@ -128,7 +128,7 @@ def test_outputs_from_before_a_failure_and_those_of_others_stay(
     servers[failing].refuses_after = responses
     comparison = compared(servers, order)
     assert pairs(comparison) == left
-    failure = comparison.failure([comparison.baseline, *comparison.drafting][failing])
+    failure = comparison.failures([comparison.baseline, *comparison.drafting][failing])["prompts"]
     assert f"after {responses} of 4 prompts" in failure
     assert "answered 400" in failure
     if order is there_and_back and failing == 0:
@@ -166,4 +166,4 @@ def test_a_server_that_does_not_start(fake, failing, time, left):
 
     comparison = compared(servers, there_and_back, (), [partial(start, i) for i in range(3)])
     assert pairs(comparison) == [left, [0, 1, 2, 3] if failing else left]
-    assert comparison.failure(comparison.drafting[0]) == "no memory"
+    assert comparison.failures(comparison.drafting[0]) == {"prompts": "no memory"}
