@@ -83,7 +83,8 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
         f"prompts: {len(sets.training.ids)} to train on "
         f"({sum(map(len, sets.training.ids))} tokens), {len(sets.held_out.ids)} held out, "
         f"{len(sets.tuning.ids)} to choose the draft length, {len(sets.evaluation.ids)} to "
-        f"evaluate\nprompts: {sets.overlap.dropped} dropped as near-duplicates"
+        f"evaluate\nprompts: {sets.overlap.dropped} dropped as near-duplicates of these, "
+        f"{sets.overlap.repeated} as repetitions"
     )
     if target.tokenizer.chat_template and sets.training.in_chat_form < 1:
         print(
@@ -152,8 +153,9 @@ def _chosen(recipe: Recipe, target: Vocabulary) -> Prompts:
     tuning, others = pool.first(recipe.tuning_prompts), pool.after(recipe.tuning_prompts)
     if not others.prompts:
         raise PromptError(
-            f"{len(pool.prompts)} training prompts are not enough to set {recipe.tuning_prompts} "
-            "aside for choosing the draft length; give more prompts or lower tuning_prompts."
+            f"{len(pool.prompts)} different training prompts are not enough to set "
+            f"{recipe.tuning_prompts} aside for choosing the draft length; give more prompts or "
+            "lower tuning_prompts."
         )
     held_out, trained = _held_out(recipe, prompts, others)
     return Prompts(trained, tuning, measured, overlap, held_out)

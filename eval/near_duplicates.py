@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -61,11 +60,13 @@ class Overlap:
     """The overlap of training and evaluation prompts.
 
     dropped: number of training prompts that were dropped because they equal or nearly duplicate an
-    evaluation prompt. max_jaccard: the largest similarity of the kept training prompts.
+    evaluation prompt. max_jaccard: the largest similarity of the kept training prompts. repeated:
+    number of training prompts that were dropped because they equal an earlier one.
     """
 
     dropped: int
     max_jaccard: float
+    repeated: int
 
 
 def drop_overlap(
@@ -74,14 +75,16 @@ def drop_overlap(
     """The first `limit` different prompts that nearly repeat no evaluation prompt; None: all."""
     held_out = NearDuplicates(p.text for p in eval_prompts)
     kept: dict[str, Prompt] = {}
-    dropped, largest = 0, 0.0
+    dropped, repeated, largest = 0, 0, 0.0
     for prompt in prompts:
         if len(kept) == limit:
             break
         near, similarity = held_out.closest(prompt.text)
         if near:
             dropped += 1
-        elif (content := json.dumps([prompt.prompt, prompt.messages, prompt.tools])) not in kept:
-            kept[content] = prompt
+        elif prompt.content in kept:
+            repeated += 1
+        else:
+            kept[prompt.content] = prompt
             largest = max(largest, similarity)
-    return list(kept.values()), Overlap(dropped, round(largest, 4))
+    return list(kept.values()), Overlap(dropped, round(largest, 4), repeated)

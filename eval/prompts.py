@@ -5,7 +5,7 @@ A spec is a Hub data set (`NAME`, `NAME:SPLIT` or `NAME:CONFIG:SPLIT`; the defau
 `.jsonl` / `.jsonl.gz` file. A row has a `prompt`, which is completed raw, or `messages` and perhaps
 `tools`, which are rendered with the target's chat template. Optional: `category`, `group` (shared
 by prompts of one document or source), `id` or `task_id`. Other fields are ignored, but a row with
-pictures or sound is refused.
+a field that is part of its prompt (UNREAD, as pictures or a system prompt) is refused.
 `conversations` (`from` and `value`) and a `prompt` that is a list are messages, too. `turns` (as in
 MT-bench) are questions of the user, each asked after the outputs for those before; `question` and
 `function` (as in BFCL) are turns and tools. A `response_format` is sent to servers. A last turn of
@@ -43,6 +43,7 @@ from pydantic import (
     ValidationInfo,
     with_config,
 )
+from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from align.errors import UserError
@@ -60,7 +61,10 @@ KNOWN = ("user", "assistant", "tool")  # roles that all templates render
 SPEAKERS = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
 TELLING = 40  # characters; a shorter turn does not identify a prompt
 EXAMPLE = '{"prompt": "…"} or {"messages": [{"role": "…", "content": "…"}]}'
-SHOWN = ("image", "images", "image_files", "audio", "audios", "video", "videos")
+UNREAD = re.compile(  # names of fields that are part of a prompt and are not read
+    "(image|audio|video)s?(_(file|path|url)s?)?|system(_prompt)?|functions|function_call|documents|"
+    "suffix|enable_thinking"
+)
 
 
 class PromptError(UserError):
@@ -76,7 +80,18 @@ class _Turn(TypedDict):
     tool_calls: NotRequired[list[dict[str, Any]] | None]
 
 
+def _refuse_parts(fields: dict[str, Any]) -> None:
+    """Raise ValueError for a field of a row or of a message that would be dropped silently."""
+    for name, value in fields.items():
+        if UNREAD.fullmatch(name) and value not in (None, "", [], {}):
+            raise ValueError(
+                f"`{name}` is part of the prompt, but only `prompt`, `messages`, `tools`, "
+                "`tool_calls` and `chat_template_kwargs` are read"
+            )
+
+
 def _says_or_calls(turn: dict[str, Any]) -> dict[str, Any]:
+    _refuse_parts(turn)
     calls = turn.get("tool_calls") or []
     if not calls:  # templates test for the key, not for an empty list
         turn.pop("tool_calls", None)
@@ -88,8 +103,7 @@ def _says_or_calls(turn: dict[str, Any]) -> dict[str, Any]:
             raise ValueError('`tool_calls` should be [{"function": {"name": …, "arguments": {…}}}]')
         if isinstance(arguments := function.get("arguments"), str):
             try:
-                function["arguments"] = json.loads(arguments or "{}") or {}
-                json.dumps(function, ensure_ascii=False).encode()  # fails for half a character
+                function["arguments"] = from_json(arguments or "{}") or {}
             except ValueError as error:
                 raise ValueError(f"`arguments` is {arguments!r}, not JSON ({error})") from error
     return turn
@@ -121,6 +135,11 @@ class Prompt:
     tools: list[dict[str, Any]] | None = None
     follow_ups: list[Annotated[str, Field(pattern=r"\S")]] | None = None
     response_format: dict[str, Any] | None = None
+
+    @property
+    def content(self) -> str:
+        """All that the target reads, as JSON."""
+        return json.dumps(_row_of(replace(self, id="", category=None, group=None)))
 
     @property
     def text(self) -> str:
@@ -201,11 +220,18 @@ class PromptSet:
 def load_prompts(spec: str, limit: int | None = None, seed: int = 0) -> list[Prompt]:
     """The prompts of a spec, in order. limit: the number of prompts to draw with the seed.
 
+    Equal prompts without a group get one, because they are one sample for an interval.
     Raises PromptError with file and line, and SourceError for a file that is missing or cannot be
     fetched.
     """
     prompts = draw(open_prompts(spec), limit, seed)
     refuse_repeated_ids(prompts, spec)
+    first: dict[str, int] = {}
+    for i, prompt in enumerate(prompts):
+        earlier = first.setdefault(prompt.content, i)
+        if i > earlier and prompt.group is None:
+            group = prompts[earlier].group or prompts[earlier].id
+            prompts[i], prompts[earlier] = (replace(prompts[j], group=group) for j in (i, earlier))
     return prompts
 
 
@@ -288,13 +314,12 @@ def _in_usual_form(row: Any, info: ValidationInfo) -> Any:
     """A row with the field names of a Prompt, and with JSON text parsed.
 
     A row without an id gets its number. `conversations` and a `prompt` that is a list become
-    `messages`. Raises ValueError for pictures and sound.
+    `messages`. Raises ValueError for a field that is part of the prompt and is not read.
     """
     if not isinstance(row, dict):
         return row
     row = {key: value for key, value in row.items() if value is not None}
-    if shown := [name for name in SHOWN if row.get(name)]:
-        raise ValueError(f"`{shown[0]}` is part of the prompt, but only text can be read")
+    _refuse_parts(row)
     names = ("id", "task_id", "question_id")
     row["id"] = next((row[name] for name in names if name in row), info.context)
     if row.keys() & {"turns", "question"} and not row.keys() & {"prompt", "messages"}:
@@ -302,13 +327,13 @@ def _in_usual_form(row: Any, info: ValidationInfo) -> Any:
     prompt, turns = row.get("prompt"), row.get("messages")
     if isinstance(prompt, list) and turns is None:
         turns = row.pop("prompt")
-    elif isinstance(row.get("conversations"), list) and turns is None and prompt is None:
+    elif isinstance(row.get("conversations"), list) and turns is None:
         turns = [_message(turn) for turn in row["conversations"]]
     if turns is not None:
         row["messages"] = turns
     if isinstance(row.get("tools"), str):
         with suppress(ValueError):  # other text is refused later, because `tools` must be a list
-            row["tools"] = json.loads(row["tools"])
+            row["tools"] = from_json(row["tools"])
     if not row.get("tools"):
         row.pop("tools", None)
     return row
@@ -345,7 +370,7 @@ def _asks_once(prompt: Prompt) -> Prompt:
         return prompt
     while turns and turns[-1]["role"] == "assistant":
         turns.pop()
-    asking = [turn for turn in turns if turn["role"] not in INSTRUCTING]
+    asking = [turn for turn in turns if turn["role"] in KNOWN]
     if not any((turn.get("content") or "").strip() for turn in asking):
         raise ValueError("`messages` holds nothing to answer; give a turn of the user")
     return replace(prompt, messages=turns)
@@ -365,13 +390,13 @@ def _parse(row: bytes | dict[str, Any], spec: str, number: int) -> Prompt:
     except ValidationError as error:
         first = error.errors()[0]
         field = "".join(f" `{name}`" for name in first["loc"])
-        reason = first["msg"].removeprefix("Value error, ")
+        reason = first["msg"].removeprefix("Value error, ").replace("at line 1 column", "at column")
         if first["type"] not in ("value_error", "json_invalid", "missing"):
             reason += f", not {reprlib.repr(first['input'])}"
         kind = "line" if isinstance(row, bytes) else "row"
         raise PromptError(
-            f"{spec!r}, {kind} {number}{field}: {reason}. Write one JSON object per line: "
-            f"{EXAMPLE}."
+            f"{spec!r}, {kind} {number}{field}: {reason}. Write one JSON object per line, "
+            f"in UTF-8: {EXAMPLE}."
         ) from error
 
 

@@ -389,7 +389,7 @@ class OfBoth(Part):
 
 
 class Memory(Part):
-    """Bytes of the checkpoints that were measured."""
+    """Bytes in memory of the models as measured; on a CPU drafts may be in int8."""
 
     target_bytes: Positive
     draft_bytes: Count = Field(description="shared tensors not counted")

@@ -69,11 +69,13 @@ def test_a_users_own_file(written):
     rows = [
         {"prompt": "select", "category": "report", "answer": "ignored"},
         {"id": 7, "messages": [{"role": "user", "content": "select ?"}], "prompt": None},
+        {"prompt": "select", "category": "other", "image": None, "system": ""},
         {"task_id": "HumanEval/0", "prompt": "\n def f():\n", "entry_point": "f"},
     ]
     assert load_prompts(written(rows)) == [
-        Prompt("1", "select", None, "report"),
+        Prompt("1", "select", None, "report", "1"),  # a prompt that occurs twice is one sample
         Prompt("7", None, [{"role": "user", "content": "select ?"}]),
+        Prompt("3", "select", None, "other", "1"),
         Prompt("HumanEval/0", "\n def f():\n"),
     ]
 
@@ -149,6 +151,8 @@ def talk(*turns, **fields):
 UNFINISHED = {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
 HALF_A_CHARACTER = {"tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]}
 NAMELESS = {"tool_calls": [{"name": "f"}]}
+ASKED = {"role": "user", "content": "a"}
+CALLED = {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.mark.parametrize(
@@ -159,6 +163,9 @@ NAMELESS = {"tool_calls": [{"name": "f"}]}
         (b'\xef\xbb\xbf{"prompt": "a"}\n\xff', "line 2"),
         (b'{"prompt": "a"}\n\n{"prompt": "b"', "line 3"),
         (b'["a"]\n', "line 1"),
+        (b'{"question": "How many?", "answer": "3"}', "`question`"),
+        (b'{"turns": 3}', "`turns`"),
+        (b'{"question": [[], [{"role": "user", "content": "a"}] * 2]}'.replace(b" * 2", b""), "line 1"),
         (b'{"text": "a"}\n', "neither of `prompt` and `messages`"),
         (talk({"role": "user", "content": "b"}, prompt="a"), "both of `prompt` and `messages`"),
         (b'{"prompt": "  "}', "line 1 `prompt`"),
@@ -177,7 +184,18 @@ NAMELESS = {"tool_calls": [{"name": "f"}]}
         (talk({"role": "assistant"} | UNFINISHED), "`messages` `0`"),
         (talk(tools="f"), "`tools`"),
         (talk({"role": "assistant"} | HALF_A_CHARACTER), "`messages` `0`"),
-        (b'{"prompt": "What is this?", "image_files": ["a.png"]}', "image_files"),
+        (b'{"prompt": "What is this?", "image_files": ["a.png"]}', "`image_files`"),
+        (b'{"prompt": "What is this?", "audio_url": "a.wav"}', "`audio_url`"),
+        (b'{"prompt": "def f(", "suffix": "return 3"}', "`suffix`"),
+        (talk(ASKED, system="Be brief."), "`system`"),
+        (talk(ASKED, enable_thinking=False), "`enable_thinking`"),
+        (talk(ASKED | {"images": ["a.png"]}), "`messages` `0`: `images`"),
+        (talk(ASKED, CALLED), "`messages` `1`: `function_call`"),
+        (talk(ASKED | {"role": "User"}), "line 1"),
+        (talk(ASKED, tools='[{"a": "\\ud800"}]'), "line 1 `tools`"),
+        (b'{"conversations": [{"from": "human", "value": "a"}], "prompt": "b"}', "both of"),
+        ('{"prompt": "a"}'.encode("utf-16"), "UTF-8"),
+        (b'\n{"prompt": "a",}', "line 2: Invalid JSON: trailing comma at column 16"),
         (talk(chat_template_kwargs="x"), "`chat_template_kwargs`"),
         (b'{"conversations": [{"from": "bing", "value": "a"}]}', "'bing'"),
         (b'{"conversations": [{"from": "human"}]}', "`messages` `0`"),
@@ -343,7 +361,8 @@ def test_what_the_template_has_a_switch_for_comes_from_the_recipe_or_the_prompt(
     assert len({prompts_sha256([p]) for p in (prompts[0], asked[0])}) == 2
     path = written([])
     write_prompts(path, asked)
-    assert load_prompts(path) == asked  # so a run's own prompts are asked as they were
+    # so a run's own prompts are asked as they were
+    assert [prompt.content for prompt in load_prompts(path)] == [p.content for p in asked]
     for template in (tokenizer.chat_template, None):
         with pytest.raises(PromptError, match="chat_template_kwargs"):
             in_chat_form(prompts[2:], None, template, off)
