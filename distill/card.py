@@ -19,6 +19,7 @@ from eval.decoding.target import weights_sha256
 from eval.engines.local_vllm import speculation
 from eval.engines.server import ServerError
 from eval.reporting.fields import REFERENCE, DraftReport, Report
+from eval.reporting.text import plain
 from eval.reporting.verdict import label, measured_in
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
@@ -137,7 +138,7 @@ def _rows(report: Report, weights: set[str]) -> Iterator[list[str]]:
         length = draft.counters.mean_acceptance_length if draft.counters else draft.tau
         yield [
             measured_in(report),
-            _shown_name(name, draft, weights),
+            plain(_shown_name(name, draft, weights)),
             "not known" if draft.gamma is None else str(draft.gamma),
             f"{draft.speedup:.2f}",
             "not measured" if length is None else f"{length:.2f}",

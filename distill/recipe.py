@@ -29,6 +29,7 @@ from distill.losses import LossName
 from distill.teacher.store import AnswerSettings
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
+from eval.engines.server import check_address
 from eval.prompts import LongPrompts
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -344,12 +345,8 @@ def _check_together(recipe: Recipe) -> None:
             f"drafter is {recipe.kind_name!r}, but must be one of {', '.join(kinds())}; correct it."
         )
     values = recipe.values() | {"drafter": recipe.kind_name}
-    for key in ("answer_url", "speculative_url"):
-        if "@" in (values[key] or ""):  # recipe.yaml and the report would have it
-            raise RecipeError(
-                f"{key} holds a user name or a password, and no server gets them; remove them, and "
-                "set DRAFTSMITH_API_KEY if the server needs a key."
-            )
+    for url in filter(None, (recipe.answer_url, recipe.speculative_url)):
+        check_address(url)
     for contradict, keys, reason in _contradictions(recipe):
         if contradict:
             named = ", ".join(f"{key} is {yaml_text(values.get(key))}" for key in keys.split())

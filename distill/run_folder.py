@@ -13,6 +13,7 @@ from typing import Any
 
 from accelerate import PartialState
 
+from align.errors import masked
 from align.files import atomic_file, remove, write_json
 from align.sources import read_json
 from align.vocab_map import VOCAB_MAP, save_map
@@ -84,7 +85,7 @@ def provenance(recipe: Recipe, prompts: Prompts, seconds: float) -> dict[str, An
     used, ids = read_json(recipe.folder / USED), names_of(prompts.training.ids)
     prepared = recipe.folder / "prepared" / PREPARED  # absent for a sibling
     return {
-        "command": sys.argv,
+        "command": [*map(masked, sys.argv)],
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
         | {"python": platform.python_version()},
         "git_commit": commit or None,

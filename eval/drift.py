@@ -89,7 +89,13 @@ def _traffic(source: str, since: Path | None) -> tuple[Speculation, str]:
             "and without --disable-log-stats."
         )
     if since is not None and (since.exists() or not is_server):
-        series = growth(read_series(_read(since)), series)
+        earlier = read_series(_read(since))
+        if total(earlier) is None:
+            raise ReportError(
+                f"{since} is damaged, because it lacks counters vllm:spec_decode_*. Delete the "
+                "file; the next call then counts from the server's start."
+            )
+        series = growth(earlier, series)
     counts = total(series)
     assert counts is not None
     lines = (f"{line}\n" for line in text.splitlines() if "spec_decode" in line)

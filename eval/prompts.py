@@ -61,6 +61,7 @@ KNOWN = ("user", "assistant", "tool")  # roles that all templates render
 SPEAKERS = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
 TELLING = 40  # characters; a shorter turn does not identify a prompt
 EXAMPLE = '{"prompt": "…"} or {"messages": [{"role": "…", "content": "…"}]}'
+PROMPTS = {"prompt", "messages", "conversations"}
 UNREAD = re.compile(  # names of fields that are part of a prompt and are not read
     "(image|audio|video)s?(_(file|path|url)s?)?|system(_prompt)?|functions|function_call|documents|"
     "suffix|enable_thinking"
@@ -322,7 +323,7 @@ def _in_usual_form(row: Any, info: ValidationInfo) -> Any:
     _refuse_parts(row)
     names = ("id", "task_id", "question_id")
     row["id"] = next((row[name] for name in names if name in row), info.context)
-    if row.keys() & {"turns", "question"} and not row.keys() & {"prompt", "messages"}:
+    if row.keys() & {"turns", "question"} and not row.keys() & PROMPTS:
         row = _of_turns(row)
     prompt, turns = row.get("prompt"), row.get("messages")
     if isinstance(prompt, list) and turns is None:
@@ -341,11 +342,20 @@ def _in_usual_form(row: Any, info: ValidationInfo) -> Any:
 
 def _of_turns(row: dict[str, Any]) -> dict[str, Any]:
     """A row of MT-bench (`turns`) or BFCL (`question`: messages of each turn, and `function`)."""
-    turns = row.get("turns") or [messages[-1]["content"] for messages in row["question"]]
-    first = row["question"][0] if "question" in row else [{"role": "user", "content": turns[0]}]
+    try:
+        match row:
+            case {"turns": [content, *later]}:  # a text does not match
+                first = [{"role": "user", "content": content}]
+            case _:
+                first, *others = row["question"]
+                later = [message["content"] for (message,) in others]
+    except (TypeError, LookupError, ValueError):
+        raise ValueError(
+            "`turns` should be a list of texts, and `question` a list of lists of messages, with "
+            "one message from the second list on"
+        ) from None
     tools = [{"type": "function", "function": function} for function in row.get("function", [])]
-    more = {"follow_ups": turns[1:]} if turns[1:] else {}
-    return {"tools": tools} | row | {"messages": first} | more
+    return {"tools": tools} | row | {"messages": first} | ({"follow_ups": later} if later else {})
 
 
 def _message(turn: Any) -> Any:

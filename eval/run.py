@@ -35,7 +35,7 @@ from ruamel.yaml import YAML
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from align.check import Strategy
-from align.errors import UserError
+from align.errors import UserError, masked
 from align.files import refuse_unwritable
 from align.machine import use_machine
 from align.sources import load_config, load_model, load_tokenizer, read_json
@@ -409,7 +409,7 @@ def _measure_servers(args: argparse.Namespace) -> Report:
 
 
 def _made_by(args: argparse.Namespace) -> dict[str, Any]:
-    return {"command": sys.argv, "seed": args.seed}
+    return {"command": [*map(masked, sys.argv)], "seed": args.seed}
 
 
 def main(argv: list[str]) -> int:

@@ -55,9 +55,10 @@ def total(series: Series) -> Speculation | None:
     accepted_at = [sums[key] for key in sorted(sums) if key[0] == "accepted_tokens_per_pos"]
     try:
         drafts, drafted = sums["drafts", 0], sums["draft_tokens", 0]
-        return Speculation(drafts, drafted, sums["accepted_tokens", 0], accepted_at)
+        counts = Speculation(drafts, drafted, sums["accepted_tokens", 0], accepted_at)
     except KeyError:
         return None
+    return counts if accepted_at else None
 
 
 def growth(before: Series, now: Series) -> Series:

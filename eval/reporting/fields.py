@@ -343,7 +343,7 @@ def read_report(path: Path | str) -> Report:
     """The checked report in a report.json. Raises `ReportError` if the file is absent or broken."""
     path = Path(path)
     try:
-        return Report.model_validate_json(path.read_text(encoding="utf-8"), strict=True)
+        return Report.model_validate_json(path.read_bytes(), strict=True)
     except FileNotFoundError:
         raise ReportError(f"no report at {path}; finish the evaluation first") from None
     except ValidationError as error:

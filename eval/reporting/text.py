@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from textwrap import indent
 
 from eval.reporting.fields import Report
 from eval.reporting.tables import Table, gain_table, result_table
@@ -26,10 +28,15 @@ def print_summary(report: Report) -> None:
     print("\n".join([*lines, first.setting]))
 
 
+def plain(text: str) -> str:
+    """The text on one line of Markdown, where no character of it is markup."""
+    return re.sub(r"[\\`*<|]|\](?=\()", r"\\\g<0>", " ".join(text.split()))
+
+
 def _grid(table: Table) -> Iterator[str]:
     lines = [table.header, ["---"] * len(table.header), *table.rows]
     yield f"## {table.title}"
-    cells = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    cells = (map(plain, line) for line in lines)
     yield "\n".join("| " + " | ".join(line) + " |" for line in cells)
     if table.note:
         yield table.note
@@ -40,15 +47,14 @@ def render_markdown(report: Report) -> str:
     lines, gains = top(report), gain_table(report)
     parts = [
         "# Speculative decoding report",
-        f"**{lines.verdict}**",
+        f"**{plain(lines.verdict)}**",
         f"Output check: {lines.output}.",
-        *([f"Memory: {lines.memory}."] if lines.memory else []),
-        *([f"Next: `{lines.command}`"] if lines.command else []),
-        lines.setting,
-        "\n".join(f"- Warning: {warning.text}" for warning in find_warnings(report)),
+        *([f"Memory: {plain(lines.memory)}."] if lines.memory else []),
+        *(["Next:", indent(lines.command, "    ")] if lines.command else []),
+        plain(lines.setting),
+        "\n".join(f"- Warning: {plain(warning.text)}" for warning in find_warnings(report)),
         *_grid(result_table(report)),
         *(_grid(gains) if gains.rows else ()),
-        lines.note,
         "Charts, tables of details, definitions and provenance: [report.html](report.html).",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"

@@ -15,7 +15,10 @@ from align.sources import resolve_folder_in_wheel
 from eval.near_duplicates import NEAR_DUPLICATE, NearDuplicates
 from eval.prompts import Prompt
 
-LICENCE_FOLDER = "pypi:licensedcode-data==32.1.0/licensedcode/data/licenses/"
+LICENCE_FOLDER = (
+    "pypi:licensedcode-data==32.1.0/licensedcode/data/licenses/"
+    "#sha256=18f60bde6dbabbc0a925d45ed80089cdbb7168156a2a1c118737198f9b743b96"
+)
 _HELD_OUT = 0.2  # share of the documents
 _CLAUSES = 8  # of one document at most, because a few licences are very long
 # Keywords in a clause's heading or first words, in the order of the search.

@@ -146,9 +146,26 @@ def test_a_password_in_an_index_address_is_not_printed(monkeypatch):
     assert "hunter2" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://me:p@ss@host/x?a=b", "https://***@host/x?a=b"),
+        ("'http://host/v1?api_key=s3cret&x=1'", "'http://host/v1?api_key=***&x=1'"),
+        ("https://host/?token=s3cret: no", "https://host/?token=*** no"),
+        (f"--x=hf_{'aB3' * 12}", "--x=hf_***"),
+        ("Authorization: Bearer s3cret", "Authorization: Bearer ***"),
+        ("it has hf_quant_config.json at me@host", "it has hf_quant_config.json at me@host"),
+    ],
+)
+def test_an_error_shows_no_secret(text, shown):
+    assert str(UserError(text)) == shown
+
+
 def test_a_folder_in_a_wheel(make_wheel, python):
     files = {"data/texts/a.txt": b"a", "data/texts/deep/b.txt": b"b", "data/other.txt": b"o"}
     make_wheel("texts", "1.0", files | {"data/texts/../../../out.txt": b"x"})
+    with pytest.raises(SourceError, match="Checksum mismatch"):
+        resolve_folder_in_wheel(f"{TEXTS}data/texts/#sha256={'0' * 64}")
     folder = resolve_folder_in_wheel(f"{TEXTS}data/texts/")
     found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*.txt")}
     assert found == {"a.txt": b"a", "deep/b.txt": b"b", "out.txt": b"x"}  # nothing outside

@@ -138,6 +138,10 @@ def test_input_of_no_use(report, traffic, tmp_path, capsys):
     refused("cannot be read as text", report, "--metrics", now, "--since", tmp_path / "no.prom")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     refused("cannot be read as text", report, "--metrics", tmp_path / "binary")
+    refused("is damaged", tmp_path / "binary", "--metrics", now)
+    for text in ("", page(0, 1000)):  # emptied or cut, it would hide that all is counted again
+        (tmp_path / "emptied.prom").write_text(text)
+        refused("emptied.prom", report, "--metrics", now, "--since", tmp_path / "emptied.prom")
     other = json.loads((tmp_path / "report.json").read_text()) | {"schema": "draftsmith-report/2"}
     (tmp_path / "other.json").write_text(json.dumps(other))
     refused("draftsmith-report/1", tmp_path / "other.json", "--metrics", now)

@@ -97,7 +97,7 @@ def test_conversations_in_the_forms_of_other_data_sets(written):
     speakers = zip(("system", "human", "gpt"), turns, strict=True)
     rows = [
         {"conversations": [{"from": name, "value": turn["content"]} for name, turn in speakers]},
-        {"conversations": turns},
+        {"conversations": turns, "question": "select ?"},
         {"prompt": turns, "chosen": turns[2:], "rejected": turns[2:]},
         {"prompt": "select ?", "prompt_id": "5f", "messages": turns},  # UltraChat
     ]
@@ -164,8 +164,9 @@ CALLED = {"role": "assistant", "content": "", "function_call": {"name": "f", "ar
         (b'{"prompt": "a"}\n\n{"prompt": "b"', "line 3"),
         (b'["a"]\n', "line 1"),
         (b'{"question": "How many?", "answer": "3"}', "`question`"),
-        (b'{"turns": 3}', "`turns`"),
-        (b'{"question": [[], [{"role": "user", "content": "a"}] * 2]}'.replace(b" * 2", b""), "line 1"),
+        (b'{"turns": "How many?"}', "`turns`"),
+        (b'{"question": []}', "`question`"),
+        (json.dumps({"question": [[ASKED], [ASKED, ASKED]]}).encode(), "`question`"),
         (b'{"text": "a"}\n', "neither of `prompt` and `messages`"),
         (talk({"role": "user", "content": "b"}, prompt="a"), "both of `prompt` and `messages`"),
         (b'{"prompt": "  "}', "line 1 `prompt`"),

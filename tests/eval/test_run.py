@@ -30,7 +30,8 @@ def run(folder, out, *more):
     return main([*what, *short, "--output_dir", str(out), *more])
 
 
-def test_drafts_and_rivals_in_one_report(folder, tmp_path, capsys):
+def test_drafts_and_rivals_in_one_report(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(eval.run.sys, "argv", ["eval.run", "--url=http://me:s3cret@host"])
     status = run(
         folder,
         tmp_path,
@@ -58,6 +59,7 @@ def test_drafts_and_rivals_in_one_report(folder, tmp_path, capsys):
     assert own["by_context"]["below 512 tokens"]["alpha"]["n"] == len(own["per_prompt"])
     assert all(row["prompt_tokens"] > 0 for row in own["per_prompt"])
     assert "prompt-lookup" in capsys.readouterr().out
+    assert not any("s3cret" in path.read_text() for path in (tmp_path / "report").iterdir())
 
 
 def test_what_a_chat_template_reads_is_refused_where_nothing_reads_it(folder, tmp_path, capsys):

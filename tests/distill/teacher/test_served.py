@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+import sys
 import time
 
 import pytest
@@ -211,6 +212,7 @@ def test_a_key_opens_the_server_and_is_written_nowhere(stand_in, served, asked, 
     with pytest.raises(ServerError, match=r"answered 401.*DRAFTSMITH_API_KEY"):
         asked(recipe)
     monkeypatch.setenv(API_KEY, f"{secret}\n")  # as a file has it
+    monkeypatch.setattr(sys, "argv", ["train.py", f"--x=http://host/?api_key={secret}"])
     assert run(recipe) == 0
     assert secret not in "".join(capfd.readouterr())
     written = [path for path in recipe.folder.rglob("*") if path.is_file()]

@@ -9,6 +9,7 @@ import pytest
 from eval.reporting.build import build_report
 from eval.reporting.page import acceptance_charts, render_page
 from eval.reporting.tables import details, result_table
+from eval.reporting.text import render_markdown
 from eval.reporting.verdict import verdict
 from eval.reporting.warnings import find_warnings
 
@@ -75,15 +76,20 @@ def test_it_needs_nothing_else(sample_report):
 
 def test_text_of_the_report_is_escaped(run_info, measurement):
     """Names, tokens in the text, and tokens in tooltips."""
-    evil = "\"><script>alert('x')</script>&"
+    evil = "\"><script>alert('x')</script>& `a`|b\n\n![c](d)*"
     info = dataclasses.replace(
         run_info, target=evil, provenance={"command": evil}, spell=lambda token: evil.encode()
     )
-    page = render_page(build_report(info, [measurement(evil, 0.6)]))
+    report = build_report(info, [measurement(evil, 0.6)])
+    page = render_page(report)
     outline = Outline(page)
     assert "script" not in outline.tags
-    assert evil in outline.text
+    assert " ".join(evil.split()) in outline.text
     assert "drafted: &#34;&gt;&lt;script&gt;alert" in page
+    markdown = [line for line in render_markdown(report).splitlines() if line[:4] != "    "]
+    assert not re.search(r"(?<!\\)(<script|`a|\]\()", "\n".join(markdown[:-1]))
+    rows = [re.split(r"(?<!\\)\|", line) for line in markdown if line.startswith("|")]
+    assert {len(row) for row in rows} == {4}
 
 
 @pytest.mark.parametrize(

@@ -484,11 +484,6 @@ def page_top(page):
     return re.sub(r"\n\s*\n+", "\n", body)
 
 
-def test_a_draft_with_a_bar_in_its_name_is_one_column(run_info, measurement):
-    text = render_markdown(build_report(run_info, [measurement("a|b", 0.6)]))
-    assert "| a\\|b |" in text
-
-
 @pytest.mark.parametrize("name", ["report.md", "top.html", "summary.txt"])
 def test_golden(four_drafts, name, capsys):
     """What a reader sees first."""
