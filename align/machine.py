@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import psutil
 import torch
 from accelerate import PartialState
-from accelerate.utils import get_int_from_env
+from accelerate.utils import get_int_from_env, parse_flag_from_env
 
 from align.errors import UserError
 
@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _KEPT = 2**28  # bytes of freed memory that malloc keeps
+_OTHER_LAUNCHES = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")  # accelerate's, refused here
 _GLIBC = platform.libc_ver()[0] == "glibc"
 _host_groups: list[Any] = []  # one gloo group of all processes, if a run has several
 
@@ -34,8 +35,8 @@ def join_processes(on_cpu: bool, timeout: float) -> int:
 
     Call it before any other use of accelerate's state, because the process group keeps its first
     timeout. timeout: seconds that a process waits for the others; one of them may work alone for
-    minutes. Raises UserError if fewer processes started than were requested, for DeepSpeed, and
-    for a setting under which models would be loaded without weights.
+    minutes. Raises UserError if fewer processes started than were requested, for a launcher that
+    shards in another way than FSDP2, and if models would be loaded without weights.
     """
     world_size = get_int_from_env(["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"], 1)
     if world_size > 1 and not on_cpu and not torch.cuda.is_available():
@@ -50,16 +51,19 @@ def join_processes(on_cpu: bool, timeout: float) -> int:
             "--cpu` cannot start more. Add --config_file recipes/accelerate/cpu_2.yaml and "
             "--num_processes, or unset MASTER_PORT if one process is intended."
         )
-    if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() in ("true", "1"):
+    others = [name for name in _OTHER_LAUNCHES if parse_flag_from_env(f"ACCELERATE_USE_{name}")]
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION") != "2":
+        others.append("FSDP of version 1")
+    if others:
+        raise UserError(
+            f"accelerate launch was configured for {others[0]}, but a draft is trained with DDP or "
+            "FSDP2 only; use recipes/accelerate/multi_gpu.yaml or fsdp2.yaml."
+        )
+    if parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING"):
         raise UserError(
             "fsdp_cpu_ram_efficient_loading is true: all processes but the first would load empty "
             "models, the target included. Set it to false in the accelerate config, as "
             "recipes/accelerate/fsdp2.yaml does."
-        )
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("true", "1"):
-        raise UserError(
-            "DeepSpeed was launched, but its checkpoints cannot be read here; launch "
-            "FSDP2 instead (--config_file recipes/accelerate/fsdp2.yaml)."
         )
     state = PartialState(cpu=on_cpu, timeout=datetime.timedelta(seconds=timeout))
     if state.num_processes != world_size:
@@ -95,13 +99,11 @@ def shared_by_all(folder: Path) -> bool:
     """Whether the path is the same folder for all processes. Waits as `wait_on_host`."""
     if not _host_groups:
         return True
-    (group,), count = _host_groups, PartialState().num_processes
-    names, seen = [""] * count, [False] * count
+    seen = [False] * PartialState().num_processes
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder) as mine:
-        torch.distributed.all_gather_object(names, Path(mine.name).name, group)
-        found = all((folder / name).exists() for name in names)
-        torch.distributed.all_gather_object(seen, found, group)
+        first = folder / from_first(Path(mine.name).name)
+        torch.distributed.all_gather_object(seen, first.exists(), _host_groups[0])
     return all(seen)
 
 

@@ -57,9 +57,13 @@ def dry_run(recipe: Recipe) -> int:
     if recipe.answers == "server":
         print(f"server: {recipe.answer_url} serves the target of this recipe")
         return 0
-    if (untimed := why_not_timed(recipe)) is not None:
-        print(f"what a draft can gain: not measured, {untimed}")
-        return 0
+    for spec in filter(None, (recipe.target, recipe.draft)):
+        if not weights_cached(spec):
+            print(
+                f"what a draft can gain: not measured, because the weights of {spec} are not on "
+                f"this machine (`hf download {spec}`)"
+            )
+            return 0
     return print_gain(recipe, pair, prompts.evaluation.ids, load_target())
 
 
@@ -137,14 +141,3 @@ def print_example(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
         text = f"{text[:EXAMPLE]} [… {more} characters …] {text[-EXAMPLE:]}"
     print(f"the first training prompt as the target reads it, {len(ids)} tokens:")
     print(textwrap.indent(f"{text}[the output begins here]", "    ", lambda line: True))
-
-
-def why_not_timed(recipe: Recipe) -> str | None:
-    """The reason why steps cannot be timed on this machine; None if this is possible."""
-    for spec in filter(None, (recipe.target, recipe.draft)):
-        if not weights_cached(spec):
-            return f"the weights of {spec} are not on this machine (`hf download {spec}`)"
-    on_gpu = not recipe.training.get("use_cpu", False)
-    if on_gpu and recipe.training.get("bf16", True) and not torch.cuda.is_available():
-        return "the recipe trains on a GPU, but none is visible (for a CPU add --use_cpu true)"
-    return None

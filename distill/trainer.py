@@ -67,7 +67,6 @@ SCORES = 2**26  # bytes of attention scores that a batch on a CPU may keep for i
 # NEW_RATES; 5e-5 is a careful guess.
 NEW_RATES, TRAINED_RATES = (3e-3, 5e-3), (5e-5, 2e-4)
 SLOW_RATE = 1 / 3  # factor on the learning rate of least-squares-initialised weights
-OTHER_LAUNCHES = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")  # accelerate's, refused here
 SEEDS_A_STEP = 2**31 - 1  # more than there are outputs, so that no two steps share a seed
 REPEAT = "repeat.yaml"  # in a run's folder: the recipe with the run's numbers of outputs and steps
 COMPLETE = "complete"  # the last file of a checkpoint (`mark_complete`)
@@ -360,17 +359,9 @@ def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
     followed: the draft is evaluated before training and when `HeldOut` requests it, and its best
     weights are kept.
 
-    Raises RecipeError for values that transformers refuses, a tracker that is not installed, a
-    missing checkpoint, and a launcher that shards in another way than FSDP2.
+    Raises RecipeError for values that transformers refuses, a tracker that is not installed, and a
+    missing checkpoint.
     """
-    others = [name for name in OTHER_LAUNCHES if parse_flag_from_env(f"ACCELERATE_USE_{name}")]
-    if parse_flag_from_env("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION") != "2":
-        others.append("FSDP of version 1")
-    if others:
-        raise RecipeError(
-            f"accelerate launch was configured for {others[0]}, but a draft is trained with DDP or "
-            "FSDP2 only; use recipes/accelerate/multi_gpu.yaml or fsdp2.yaml."
-        )
     resumed = _resumed(recipe)
     rates = NEW_RATES if recipe.draft is None else TRAINED_RATES
     values: dict[str, Any] = {

@@ -40,7 +40,8 @@ READY_SECONDS = 1800  # enough to load a large model from a network disk and to 
 END_SECONDS, DYING_SECONDS = 60, 5
 # Variables that a server started here must not get, because it has no key and no launcher.
 NOT_PASSED = {API_KEY, "VLLM_API_KEY", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
-NOT_PASSED |= {"MASTER_ADDR", "MASTER_PORT"}
+NOT_PASSED |= {"MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_ERROR_FILE"}
+NOT_PASSED |= {"TORCHELASTIC_USE_AGENT_STORE"}  # with it, no process of the server hosts a store
 # vLLM's methods without a draft model, by the draft's spec.
 METHODS: dict[str, dict[str, Any]] = {
     LOOKUP: {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},

@@ -2,13 +2,14 @@
 
 import os
 import resource
+import sys
 import time
 
 import torch
-from accelerate import PartialState
+from torch.distributed import distributed_c10d
 from transformers import TrainingArguments
 
-from align.machine import join_processes, use_machine, wait_on_host
+from align.machine import from_first, join_processes, shared_by_all, use_machine, wait_on_host
 
 
 def let_tensors_die(megabytes, growing):
@@ -33,12 +34,15 @@ def let_tensors_die(megabytes, growing):
     print(*(b - a for a, b in zip(before, faults_and_pages(), strict=True)))
 
 
-def wait_for_the_first(timeout):
-    """One process works for a second while the other waits, as for the trainer's arguments."""
+def wait_for_the_first(timeout, folder):
+    """One process works for a second while the other waits, and nobody on its GPU."""
     os.environ["ACCELERATE_USE_CPU"] = "true"  # as the launcher does
     print("here:", join_processes(True, timeout), flush=True)
     TrainingArguments(use_cpu=True)
-    if PartialState().is_main_process:
+    distributed_c10d._get_default_group = None  # with NCCL it would spin
+    rank = os.environ["RANK"]
+    if rank == "0":
         time.sleep(1)
     wait_on_host()
-    print("together", flush=True)
+    shared = shared_by_all(folder), shared_by_all(folder / rank)
+    print("from", from_first(rank), shared, file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,9 +19,11 @@ from safetensors.torch import load_file
 from distill import train
 from distill.held_out import read_measurements
 from distill.recipe import RecipeError, dump
+from distill.teacher.store import Answers, Store, names_of
 from distill.trainer import last_checkpoint
 from eval.decoding.target import load_target
 from tests.distill import training
+from tests.distill.teacher.test_answers import same_answers
 from tests.distill.teacher.test_served import SPECULATES, StandIn
 from tests.ranks import run_ranks
 
@@ -180,25 +183,43 @@ def test_two_processes_make_the_draft_of_one_though_either_is_killed(
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("answers", ["local", "server"])
-def test_machines_share_the_folder_of_the_run_alone(recipe, folder, tmp_path, answers):
+@pytest.mark.parametrize(
+    ("answers", "deaths"),
+    [("local", {"answers": 1, "training": 1}), ("server", {"answers": 0})],
+)
+def test_machines_share_the_folder_of_the_run_alone(
+    recipe, straight, folder, tmp_path, answers, deaths
+):
     keys, servers = EAGLE3, []
     if answers == "server":
         model = load_target(str(folder / "target"), torch.float32, "cpu", 128)
         servers = [StandIn(model), StandIn(model, **SPECULATES)]
         keys = {"draft": str(folder / "moved"), "answers": answers, "cache_top_k": 6}
-        keys |= {"answer_url": servers[0].url, "speculative_url": servers[1].url}
-    two = recipe(2, **keys, max_steps=8)
-    file = tmp_path / "recipe.yaml"
+        keys |= {"answer_url": servers[0].url, "speculative_url": servers[1].url, "max_steps": 4}
+    two = recipe(2, **keys)
+    file, printed = tmp_path / "recipe.yaml", []
     file.write_text(dump(two))
-    for dies in (1, None):
-        ranks = run_ranks(tmp_path, 2, training.train_apart, file, dies, tmp_path / "machines")
-        printed = "".join(printed for _, printed in ranks)
-        assert [status == 0 for status, _ in ranks] == [dies is None] * 2, printed
+    for stage, dies in {**deaths, "": None}.items():
+        death = stage, dies, tmp_path / "machines"
+        ranks = run_ranks(tmp_path, 2, training.train_apart, file, *death)
+        printed.append("".join(shown for _, shown in ranks))
+        assert [status == 0 for status, _ in ranks] == [dies is None] * 2, printed[-1]
     for server in servers:
         server.stop()
-    assert printed.count(" 0 of ") == 2  # held out and trained on: no output is made twice
-    assert "resuming from" in printed
+    made = [re.findall(r"(\d+) of (?:2|9) generated", shown) for shown in printed]
+    assert 0 < int(made[1][-1]) < 9  # no output is made twice
     report = json.loads((two.folder / "report" / "report.json").read_text())
     assert report["drafts"]["tuned"]["lossless"]["unexplained"] == 0
     assert report["provenance"]["answers"] == {answers: 9}
+    if answers == "local":
+        assert made[2] == ["0", "0"]
+        assert "resuming from" in printed[2]
+        both = [answers_of(run) for run in (straight(**keys), two.folder)]
+        same_answers(*both, 2e-3)  # prompts are read together with others: other sums, then fp16
+
+
+def answers_of(run):
+    """The outputs that a run was trained on."""
+    prompts = json.loads((run / "prompts" / "ids.json").read_text())["train"]
+    store = json.loads((run / "answers.json").read_text())["store"]
+    return Answers(Store(Path(store)), names_of(prompts))

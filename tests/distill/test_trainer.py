@@ -287,13 +287,6 @@ def test_a_checkpoint_that_is_not_there_is_refused_first(tmp_path, name):
         training_config(recipe)
 
 
-@pytest.mark.parametrize("name", ["DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG", "FSDP"])
-def test_a_launch_that_shards_in_another_way_is_refused_first(tmp_path, monkeypatch, name):
-    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
-    with pytest.raises(RecipeError, match=f"configured for {name}"):
-        training_config(recipe_in(tmp_path))
-
-
 @pytest.mark.parametrize("use_peft", [False, True])
 def test_activations_computed_twice_change_nothing(tmp_path, train, tiny_model, use_peft):
     drafts = [

@@ -12,6 +12,8 @@ from pathlib import Path
 from trl import SFTTrainer
 
 from distill import held_out, prompt_sets
+from distill.teacher import answers, served
+from distill.teacher.store import Store
 from distill.train import main
 from eval.engines.server import Server
 
@@ -23,33 +25,45 @@ FOLLOWED = (
 )
 
 
+def dying(work, times):
+    """`work`, after which the process kills itself when it is done so many times."""
+    done = []
+
+    def work_and_die(*given):
+        work(*given)
+        done.append(given)
+        if len(done) == times:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return work_and_die
+
+
 def train(recipe, dies, environment):
     """The job of a recipe's path; the process of that rank dies in its second checkpoint."""
     os.environ |= environment
     for module, name, value in FOLLOWED:
         setattr(module, name, value)
-    save, saved = SFTTrainer._save_checkpoint, []
-
-    def last(trainer, *given):
-        save(trainer, *given)
-        saved.append(trainer.state.global_step)
-        if os.environ["RANK"] == str(dies) and len(saved) == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    SFTTrainer._save_checkpoint = last
+    if os.environ["RANK"] == str(dies):
+        SFTTrainer._save_checkpoint = dying(SFTTrainer._save_checkpoint, 2)
     sys.exit(main(["--recipe", str(recipe)]))
 
 
-def train_apart(recipe, dies, machines):
-    """The same in processes of one machine each; the first alone has a network and prompts."""
+def train_apart(recipe, stage, dies, machines):
+    """The same in processes of one machine each; the first alone has a network and prompts.
+
+    stage: in which the process of that rank dies: "answers", after two shards, or "training".
+    """
     machine = Path(machines) / os.environ["RANK"]
     for name in ("HOME", "TMPDIR", "DRAFTSMITH_CACHE"):
         (machine / name).mkdir(parents=True, exist_ok=True)
         os.environ[name] = str(machine / name)
     tempfile.tempdir = None  # so that it is looked for again
+    answers.ANSWERS_PER_SHARD = served.ANSWERS_PER_SHARD = 2
     if os.environ["RANK"] != "0":
         del Server._request, prompt_sets._chosen
-    train(recipe, dies, {})
+    if stage == "answers" and os.environ["RANK"] == str(dies):
+        Store.append = dying(Store.append, 2)
+    train(recipe, dies if stage == "training" else None, {})
 
 
 if __name__ == "__main__":

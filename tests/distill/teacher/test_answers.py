@@ -1,5 +1,4 @@
 import dataclasses
-import signal
 
 import pytest
 import torch
@@ -8,11 +7,9 @@ from scipy.stats import chi2
 from align.vocabulary import read_vocabulary
 from distill.teacher import answers as module
 from distill.teacher.answers import LocalTarget, open_store, to_answer, top_logprobs
-from distill.teacher.store import Answers, Store, names_of
+from distill.teacher.store import Store
 from eval.decoding.target import load_target
 from eval.decoding.verification import argmax
-from tests.distill.teacher.answering import answer_share
-from tests.ranks import run_ranks
 
 PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12], [13, 2]]
 
@@ -109,31 +106,6 @@ def test_first_tokens_are_drawn_from_the_distribution_at_the_temperature(answere
 
     assert likely(0.8) > 1e-3
     assert likely(1.0) < 1e-6
-
-
-def test_processes_make_the_cache_of_one_and_a_killed_run_goes_on(job, answered, tmp_path):
-    """Two processes, of which one is killed; then three finish what one alone makes in a go."""
-    prompts = [[3 + i, 4, 5 + i % 3] for i in range(20)]
-    folder = tmp_path / "many"
-    alone = answered(prompts, folder=tmp_path / "alone")
-    keys = {"answer_temperature": 0.8, "answer_max_new_tokens": 12, "cache_top_k": 6, "seed": 1}
-    values = job(folder, **keys, answer_batch_size=3).values()
-
-    (first, told), (second, _) = run_ranks(tmp_path, 2, answer_share, values, prompts, 1)
-    assert second == -signal.SIGKILL
-    assert first not in (0, -signal.SIGKILL), told  # it does not wait for ever
-    store = Store(folder / "store")
-    assert 2 <= sum(name in store for name in names_of(prompts)) < len(prompts)
-    before = {path: path.read_bytes() for path in folder.glob("store/shard-*")}
-
-    resumed = run_ranks(tmp_path, 3, answer_share, values, prompts)
-    for rank, (status, printed) in enumerate(resumed):
-        assert status == 0, printed
-        assert f"process {rank} of 3: 20 answers" in printed
-    assert "".join(printed for _, printed in resumed).count(" 240 tokens in") == 1
-    assert all(path.read_bytes() == content for path, content in before.items())
-    # prompts are read together with others after a kill: other sums, then fp16
-    same_answers(alone, Answers(Store(folder / "store"), names_of(prompts)), 2e-3)
 
 
 class Interrupted(Exception):

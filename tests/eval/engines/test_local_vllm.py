@@ -15,7 +15,6 @@ from transformers import LlamaConfig
 
 from eval.engines import local_vllm
 from eval.engines.local_vllm import (
-    NOT_PASSED,
     VLLM_PYTHON,
     EngineMissing,
     serve_vllm,
@@ -23,7 +22,7 @@ from eval.engines.local_vllm import (
     tensor_parallel,
     vllm_python,
 )
-from eval.engines.server import ServerError
+from eval.engines.server import API_KEY, ServerError
 from eval.engines.vllm import VllmServer
 from eval.run import main
 
@@ -94,12 +93,14 @@ def test_two_servers_and_their_processes_end_with_the_block():
 
 
 def test_it_gets_neither_a_key_nor_what_a_launcher_set(monkeypatch):
-    for name in (*NOT_PASSED, "PYTHONPATH"):
+    hidden = {API_KEY, "PYTHONPATH", "MASTER_PORT", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE"}
+    hidden |= {"TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"}
+    for name in hidden:
         monkeypatch.setenv(name, "3")
     with serve_vllm("T") as url:
         environment = Path(f"/proc/{ask(url)[0]}/environ").read_bytes()
     variables = dict(line.decode().partition("=")[::2] for line in environment.split(b"\0"))
-    assert not variables.keys() & (NOT_PASSED | {"PYTHONPATH"})
+    assert not variables.keys() & hidden
     assert {"HF_HUB_OFFLINE", "VLLM_CPU_KVCACHE_SPACE"} <= variables.keys()
     assert variables["PATH"].startswith(str(vllm_python().parent))
 
