@@ -202,6 +202,9 @@ def _llama_cpp_refusal(pair: Comparison) -> str | None:
     sizes = [side.vocab_size for side in pair.both]
     if abs(sizes[0] - sizes[1]) > 128:
         return f"vocabularies of {sizes[0]} and {sizes[1]}: more than 128 apart"
+    models = [side.backend["model"] for side in pair.both]
+    if len({(model["type"], bool(model.get("byte_fallback"))) for model in models}) > 1:
+        return "the tokenizers are of different types"
     if [pair.target.prefix, pair.target.suffix] != [pair.draft.prefix, pair.draft.suffix]:
         return "the tokenizers add other tokens before or after a text"
     for i in range(5, min(sizes)):

@@ -180,12 +180,17 @@ def _splitting(side: Vocabulary) -> Iterator[Finding]:
     path = side.folder / "tokenizer.json"
     if not path.is_file():
         return
-    content = json.loads(Tokenizer.from_file(str(path)).to_str())
-    if replaced := [k for k in ("normalizer", "pre_tokenizer") if content[k] != side.backend[k]]:
+    of_file = Tokenizer.from_file(str(path))
+    of_file.no_padding()
+    content = json.loads(of_file.to_str())
+    replaced = [k for k in ("normalizer", "pre_tokenizer") if content[k] != side.backend[k]]
+    if not replaced and of_file.encode("a").ids != side.tokenizer.encode("a"):
+        replaced = ["post_processor"]
+    if replaced:
         yield Finding(
             "TOK-003",
             "warning",
-            f"The tokenizer class {type(side.tokenizer).__name__} of {side.spec} splits texts by "
+            f"The tokenizer class {type(side.tokenizer).__name__} of {side.spec} reads texts by "
             f"other rules than its tokenizer.json ({', '.join(replaced)}).",
             "set tokenizer_class to PreTrainedTokenizerFast in tokenizer_config.json if the model "
             "was trained with the rules of the file",

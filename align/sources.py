@@ -44,11 +44,21 @@ if TYPE_CHECKING:
 _WHEEL = "pypi:"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PART = re.compile(r"(?P<requirement>[A-Za-z0-9][\w.-]*==[\w.!+-]+)/(?P<path>.+)")
-_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>")
-_CONVERTED = "bf16-3"  # ends the name of a GGUF file's checkpoint in the cache
+_TURN_ENDS = (  # names by which llama.cpp knows such tokens, and one more
+    "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|return|> <|call|> <|calls|> <|flush|> <turn|> "
+    "<end_of_turn> <|end_of_turn|> <end_of_utterance> <|endoftext|> <|end_of_text|> <EOT> _<EOT> "
+    "[EOT] [EOS] <eos> </s> <|tool_response> <｜end▁of▁sentence｜> [e~["
+).split()
+# llama.cpp's names of rules by which texts are split as transformers' GGUF reader does by default.
+# SmolLM's rule also splits numbers into digits.
+_GPT2_RULES = (
+    "default gpt-2 phi-2 gigachat a.x-4.0 mellum exaone4 mpt olmo jais trillion granite-docling "
+    "smollm"
+).split()
+_CONVERTED = "bf16-4"  # ends the name of a GGUF file's checkpoint in the cache
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
-_SCALES = ("weight_scale", "input_scale", "weight_scale_inv", ".scales", "weight_packed")
+_PLAIN_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "BOOL")  # of weights, ids and masks
 _LLAMA3_ROPE = {  # the same in all released models
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -151,12 +161,15 @@ def load_config(spec: str) -> PreTrainedConfig:
 
     folder = resolve_checkpoint(spec, weights=False)
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError) as error:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # values of the wrong type raise many types
         raise SourceError(
             f"The config of {spec!r} cannot be read ({_one_line(error)}); restore it, or use a "
             "model that transformers knows."
         ) from error
+    if getattr(config, "quantization_config", None) == {}:  # transformers takes it for a method
+        del config.quantization_config
+    return config
 
 
 def weights_cached(spec: str) -> bool:
@@ -231,6 +244,7 @@ def load_model(spec: str, dtype: torch.dtype, device: str = "cpu") -> PreTrained
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM  # its annotations do not know output_loading_info
+    config = load_config(spec)
     too_large = SourceError(
         f"{spec!r} does not fit on the GPUs of this process. Spread it over more GPUs "
         "(CUDA_VISIBLE_DEVICES, device_map: auto), or let a server answer (answers: server)."
@@ -238,6 +252,7 @@ def load_model(spec: str, dtype: torch.dtype, device: str = "cpu") -> PreTrained
     try:
         model, loaded = auto.from_pretrained(
             folder,
+            config=config,
             dtype=dtype,
             use_safetensors=True,
             local_files_only=True,
@@ -266,19 +281,12 @@ def load_model(spec: str, dtype: torch.dtype, device: str = "cpu") -> PreTrained
 
 
 def _refuse_incomplete(spec: str, loaded: dict[str, Any]) -> None:
-    """Raise SourceError if the loaded model differs from its checkpoint.
-
-    transformers fills tensors that are missing with random numbers, ignores the scales of quantised
-    weights, and only warns.
-    """
+    """Raise SourceError for missing tensors: transformers fills them with random numbers."""
     if missing := sorted(loaded["missing_keys"]):
         raise SourceError(
             f"{spec!r} lacks {len(missing)} of its model's tensors ({_some(missing)}); the "
             "checkpoint is incomplete or not a causal language model: fetch or save it again."
         )
-    unread = sorted(loaded["unexpected_keys"])
-    if scales := [name for name in unread if name.endswith(_SCALES)]:
-        raise _quantised(spec, f"it has {_some(scales)}")
 
 
 # --- specs of files in wheels
@@ -427,7 +435,7 @@ def _converted(spec: str, file: Path) -> Path:
                 tokenizer = AutoTokenizer.from_pretrained(alone, **where)
             _refuse_incomplete(spec, loaded)
             _restore_ends(model, tokenizer, reader)
-            if lost := _restore_rope(model, reader):
+            if lost := _splitting_lost(tokenizer, reader) or _restore_rope(model, reader):
                 raise SourceError(
                     f"{spec!r} has {lost}, and transformers' GGUF reader drops this; use the "
                     "safetensors checkpoint instead."
@@ -451,16 +459,29 @@ def _restore_ends(model: Any, tokenizer: Any, reader: GGUFReader) -> None:
 
     A file may name the token that ends a turn separately, or not at all.
     """
-    ends = [reader.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    named = "eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"
+    ends = [reader.fields.get(f"tokenizer.ggml.{name}_token_id") for name in named]
     ids = [int(end.contents()) for end in ends if end is not None]
     if ends[0] is not None:  # transformers 5.17 would use the BOS token
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ids[0])
     names = [name for name in _TURN_ENDS if name in str(tokenizer.chat_template)]
     vocabulary = tokenizer.get_vocab()
+    if {"<|return|>", "<|call|>"} <= vocabulary.keys():  # "<|end|>" then ends a part of a turn
+        names = [name for name in names if name != "<|end|>"]
     ids += [vocabulary[name] for name in names if name in vocabulary]
     if ids:
         stops = list(dict.fromkeys(ids))
         model.generation_config.eos_token_id = stops if len(stops) > 1 else stops[0]
+
+
+def _splitting_lost(tokenizer: PreTrainedTokenizerBase, reader: GGUFReader) -> str | None:
+    """The rule by which the file's tokenizer splits texts, if GPT-2's was taken instead."""
+    rule = reader.fields.get("tokenizer.ggml.pre")
+    backend: Any = json.loads(tokenizer.backend_tokenizer.to_str())
+    as_gpt2 = (backend["pre_tokenizer"] or {}).get("use_regex")
+    if rule is None or not as_gpt2 or rule.contents() in _GPT2_RULES:
+        return None
+    return f"the splitting rule {rule.contents()!r}"
 
 
 def _restore_rope(model: PreTrainedModel, reader: GGUFReader) -> str | None:
@@ -468,11 +489,14 @@ def _restore_rope(model: PreTrainedModel, reader: GGUFReader) -> str | None:
 
     Returns the name of a property that cannot be restored, else None.
     """
-    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
-    biases = any(name.endswith(".bias") for name in tensors)
-    if biases and not any(name.endswith(".bias") for name, _ in model.named_parameters()):
-        return "biases"
     config: Any = model.config.get_text_config()
+    # a tied head may be in the file again; tied weights have one address
+    known = {"rope_freqs.weight", *["output.weight"] * config.tie_word_embeddings}
+    read = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
+    held = sum(int(tensor.n_elements) for tensor in reader.tensors if tensor.name not in known)
+    if (more := held - sum(read.values())) > 0:
+        return f"{more:,} weights for which the model has no place"
     rope = config.rope_parameters
     if not rope or rope.get("rope_type", "default") != "default":
         return None
@@ -568,22 +592,25 @@ def _check_checkpoint(spec: str, folder: Path, weights: bool, quantised: bool) -
 
 
 def refuse_quantised(spec: str, folder: Path) -> None:
-    """Raise SourceError for a checkpoint whose weights only some engines' kernels can read."""
-    config = read_json(folder / "config.json")
-    for key in ("quantization_config", "compression_config", "quantization"):
-        if declared := config.get(key):
-            method = declared.get("quant_method") if isinstance(declared, dict) else declared
-            raise _quantised(spec, method or f"{key} in config.json")
-    if (folder / "hf_quant_config.json").is_file():
-        raise _quantised(spec, "it has hf_quant_config.json")
+    """Raise SourceError for a checkpoint whose weights only some engines' kernels can read.
 
-
-def _quantised(spec: str, method: str) -> SourceError:
-    return SourceError(
-        f"{spec!r} has quantised weights ({method}), and only engines can compute these. Serve it "
-        "and set answers: server, measure it with eval.run --engine vllm, or name the unquantised "
-        "checkpoint or a GGUF file."
-    )
+    The config may declare them; transformers ignores the scales of those that it does not declare.
+    """
+    how = read_json(folder / "config.json").get("quantization_config")
+    found = str(how.get("quant_method", how) if isinstance(how, dict) else how) if how else ""
+    for path in [] if found else filter(Path.is_file, weight_files(folder)):
+        with opened_weights(path, "numpy") as file:
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                is_matrix = len(part.get_shape()) > 1 and not name.endswith("bias")  # a causal mask
+                if is_matrix and part.get_dtype() not in _PLAIN_DTYPES:
+                    found = f"{name} is of type {part.get_dtype()}"
+    if found:
+        raise SourceError(
+            f"{spec!r} has quantised weights ({found}), and only engines can compute these. Serve "
+            "it and set answers: server, measure it with eval.run --engine vllm, or name the "
+            "unquantised checkpoint or a GGUF file."
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:

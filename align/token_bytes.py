@@ -22,8 +22,8 @@ Token = tuple[Literal["normal", "special", "unused"], bytes]
 
 # Placeholders that model makers reserve, and the padding of converted vocabularies.
 _UNUSED = re.compile(
-    r"(<\|?|\[|>>|<｜)(vision_)?(unused(_token)?|reserved(_special_token)?|place▁?holder(▁no▁)?"
-    r"|dummy|special|pad|control|extra(_id)?)_?\d+(\|?>|\]|<<|｜>)",
+    r"(<\|?|\[|>>|<｜)(\w+_)?(unused|reserved|place▁?holder|dummy|special|pad|control|extra)(_special)?"
+    r"(_token|_id|▁no▁)?_?\d+(\|?>|\]|<<|｜>)",
     re.IGNORECASE,
 )
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")

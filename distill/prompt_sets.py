@@ -139,7 +139,8 @@ def _chosen(recipe: Recipe, target: Vocabulary) -> Prompts:
         asked = in_chat_form(
             part, recipe.instruction, target.tokenizer.chat_template, recipe.chat_template_kwargs
         )
-        return render_set(source, asked, target.tokenizer, room, new_tokens, *lengths)
+        rows = target.vocab_size
+        return render_set(source, asked, target.tokenizer, room, new_tokens, *lengths, rows)
 
     chosen = evaluation_prompts(recipe.eval_prompts, recipe.max_eval_prompts, recipe.seed)
     measured = rendered(recipe.eval_prompts, recipe.max_new_tokens, chosen)

@@ -23,6 +23,7 @@ import gzip
 import hashlib
 import inspect
 import json
+import math
 import random
 import re
 import reprlib
@@ -63,8 +64,8 @@ TELLING = 40  # characters; a shorter turn does not identify a prompt
 EXAMPLE = '{"prompt": "…"} or {"messages": [{"role": "…", "content": "…"}]}'
 PROMPTS = {"prompt", "messages", "conversations"}
 UNREAD = re.compile(  # names of fields that are part of a prompt and are not read
-    "(image|audio|video)s?(_(file|path|url)s?)?|system(_prompt)?|functions|function_call|documents|"
-    "suffix|enable_thinking"
+    "(input_)?(image|img|picture|photo|audio|video)s?(_(file|path|url)s?)?|multi_?modal_data|"
+    "system(_prompt)?|functions|function_call|documents|suffix|enable_thinking"
 )
 
 
@@ -484,7 +485,7 @@ def split_task(prompt: str) -> tuple[str, str] | None:
         return None
     if not all(isinstance(node, ast.Import | ast.ImportFrom) for node in imports):
         return None
-    lines = prompt.splitlines()[: end.lineno - 1]
+    lines = re.split("\r\n?|\n", prompt)[: end.lineno - 1]  # as the parser counts lines
     return "\n".join(lines).strip("\n"), inspect.cleandoc(docstring)
 
 
@@ -534,8 +535,6 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
             f"Prompt {prompt.id!r} has `messages`, but the target's tokenizer has no chat "
             "template; give `prompt` instead, or a target with a template."
         )
-    from jinja2 import TemplateError
-
     _refuse_unread(prompt, tokenizer.get_chat_template(tools=prompt.tools))
 
     def rendered(turns: list[dict[str, Any]]) -> str:
@@ -551,7 +550,7 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     turns = prompt.messages
     try:
         text = rendered(turns)
-    except (TemplateError, TypeError) as error:  # TypeError: text plus null content
+    except Exception as error:  # a template raises whatever its expressions do
         raise PromptError(
             f"Prompt {prompt.id!r}: the target's chat template refuses its `messages` ({error}); "
             "use the roles and their order that the template requires."
@@ -560,12 +559,13 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         # known roles are not checked: templates may move or change such turns, or need them
         if turn["role"] in KNOWN:
             continue
-        with suppress(TemplateError):
-            if rendered(turns[:i] + turns[i + 1 :]) == text:
-                raise PromptError(
-                    f"Prompt {prompt.id!r}: the target's chat template drops the turn of role "
-                    f"{turn['role']!r}; use a role that the template knows, or remove the turn."
-                )
+        # compared with other text, because a turn may say what is the default ("/think")
+        other = turn | {"content": EXAMPLE}
+        if rendered([*turns[:i], other, *turns[i + 1 :]]) == text:
+            raise PromptError(
+                f"Prompt {prompt.id!r}: the target's chat template drops the turn of role "
+                f"{turn['role']!r}; use a role that the template knows, or remove the turn."
+            )
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -641,13 +641,15 @@ def render_set(
     max_new_tokens: int,
     max_prompt_length: int | None = None,
     long_prompts: LongPrompts = "error",
+    vocab_size: float = math.inf,
 ) -> PromptSet:
     """The prompts with their token ids. Prints how many prompts were dropped or cut.
 
     max_prompt_length: in tokens; None: context_length - max_new_tokens. long_prompts: the treatment
-    of longer prompts. Raises PromptError for a longer prompt if long_prompts is "error", for a
-    prompt without tokens, if all prompts would be dropped, and for a max_prompt_length that leaves
-    no room for `max_new_tokens` in the context.
+    of longer prompts. vocab_size: entries of the target's embedding. Raises PromptError for a
+    longer prompt if long_prompts is "error", for a prompt without tokens or with one that has no
+    entry, if all prompts would be dropped, and for a max_prompt_length that leaves no room for
+    `max_new_tokens` in the context.
     """
     fits = context_length - max_new_tokens
     limit = fits if max_prompt_length is None else max_prompt_length
@@ -663,6 +665,11 @@ def render_set(
         ids = render(prompt, tokenizer)
         if not ids:
             raise PromptError(f"Prompt {prompt.id!r} renders to no tokens; remove it.")
+        if max(ids) >= vocab_size:
+            raise PromptError(
+                f"Prompt {prompt.id!r} has the token {tokenizer.decode(max(ids))!r}, for which the "
+                "target's embedding has no entry; remove it from the prompt."
+            )
         if len(ids) > limit:
             longer += 1
             if long_prompts == "error":

@@ -289,13 +289,14 @@ def _prompt_sets(
 ) -> tuple[PromptSet, PromptSet]:
     """Prompts to evaluate, and other prompts to choose gamma on."""
     lengths = args.max_prompt_length, args.long_prompts
-    room = longest_context(config.get_text_config()) - args.max_gamma - 1
+    text = config.get_text_config()
+    room, rows = longest_context(text) - args.max_gamma - 1, text.vocab_size
 
     def rendered(part: list[Prompt]) -> PromptSet:
         asked = in_chat_form(
             part, args.instruction, tokenizer.chat_template, args.chat_template_kwargs
         )
-        return render_set(args.prompts, asked, tokenizer, room, args.max_new_tokens, *lengths)
+        return render_set(args.prompts, asked, tokenizer, room, args.max_new_tokens, *lengths, rows)
 
     loaded = load_prompts(args.prompts, args.max_prompts, args.seed)
     if args.engine != "vllm":

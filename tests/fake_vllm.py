@@ -45,6 +45,7 @@ class FakeVllm(ThreadingHTTPServer):
         self.names, self.root, self.routes = ["org/target"], "/models/target", {"/tokenize"}
         self.max_logprobs, self.max_model_len = 1000, 4096
         self.token_ids = True  # whether a stream has them
+        self.lost = 0  # tokens that a stream counts, but lacks
         self.metrics = True  # whether there is a page of counters; a text: that page
         self.counts = changes.get("step", 1) > 1  # whether the page counts speculation
         self.other_drafts = 0  # of other users, with each response
@@ -216,7 +217,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.event({"choices": [choice]})
             done += len(step)
         self.event({"choices": [{"text": "", "finish_reason": finish, "token_ids": []}]})
-        self.event({"choices": [], "usage": {"prompt_tokens": len(ids)}})
+        counted = {"prompt_tokens": len(ids), "completion_tokens": len(tokens) + server.lost}
+        self.event({"choices": [], "usage": counted})
         self.wfile.write(b"0\r\n\r\n")
 
     def event(self, message):

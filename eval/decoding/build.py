@@ -42,7 +42,10 @@ def longest_context(config: Any) -> int:
     original = rope.get("original_max_position_embeddings") or longest
     if rope.get("rope_type") == "longrope":  # in a longer text, all angles are different
         return min(longest, original)
-    if rope.get("rope_type") == "yarn":  # the angles are fixed; many configs keep the old length
+    if rope.get("rope_type") in (
+        "yarn",
+        "linear",
+    ):  # the angles are fixed; many configs keep the old length
         return max(longest, int(original * rope["factor"]))
     return longest
 

@@ -51,6 +51,8 @@ METHODS: dict[str, dict[str, Any]] = {
 # If a draft's path contains one of these, vLLM 0.32 ignores the configured method.
 MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# looked up here, because between fork and exec a lock of another thread may be held for ever
+_prctl: Any = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 class EngineMissing(UserError):
@@ -212,7 +214,7 @@ def serve_vllm(target: str | Path, *arguments: str) -> Iterator[str]:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that all processes of the server can be ended
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=_end_with_parent if _prctl else None,
         )
         try:
             address = f"http://127.0.0.1:{port}"
@@ -231,7 +233,7 @@ def serve_vllm(target: str | Path, *arguments: str) -> Iterator[str]:
 
 
 def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait_until_ready(server: subprocess.Popen[bytes], port: int, log: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from align.errors import UserError
-from align.sources import load_config, resolve_checkpoint
+from align.sources import gguf_kind, load_config, resolve_checkpoint
 from eval.decoding.build import longest_context
 from eval.decoding.loop import Decoding
 from eval.engines.comparison import (
@@ -167,6 +167,7 @@ def measure_started(
         comparison,
         provenance,
         target=target,
+        target_quantization=gguf_kind(target),
         device=device.type,
         dtype=str(config.dtype or "auto").removeprefix("torch."),
         environment=machine,

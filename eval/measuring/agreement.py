@@ -15,7 +15,7 @@ from torch import Tensor
 from align.errors import UserError
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.drafter import Drafter
-from eval.decoding.forward import HiddenStates
+from eval.decoding.forward import PIECE, HiddenStates
 from eval.decoding.generation import generate_batched, tokens_bar
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.target import Target
@@ -64,36 +64,39 @@ def measure_agreement(
 
     def measure(_number: int, row: tuple[Prompt, list[int], list[int]]) -> dict[str, Any]:
         prompt, ids, text = row
-        states: HiddenStates = dict.fromkeys(layers)
-        scores = teacher_forced_logits(target.decoder, [*ids, *text[:-1]], len(ids), states)
-        bits = entropy_bits(scores)[0]
-        if not bits.isfinite().all():
-            raise UserError(
-                f"{target.spec} computes NaN or infinite logits in its output for prompt "
-                f"{prompt.id}: its weights are damaged, or too large for float16. Fetch the "
-                "checkpoint again, or use --dtype bfloat16 or float32."
-            )
-        p = warp(scores[0], decoding.sampling)
-        agreements = {}
-        for name, drafter in drafters.items():
-            q = drafter.teacher_forced(ids, text, decoding.sampling, states)
-            highest, guesses = q.max(-1)
-            drafted = highest > 0  # q is all zero if nothing is proposed
-            if decoding.sampling.greedy:  # p and q are one-hot, so p at the draft's token is 0 or 1
-                rates = p.gather(-1, guesses[:, None])[:, 0] * drafted
-            else:
-                rates = agreement(p, q)
-            agreements[name] = Agreement(
-                prompt.id,
-                prompt.category,
-                float(rates.sum()),
-                rates.numel(),
-                rates.tolist(),
-                guesses.where(drafted, -1).tolist(),
-                prompt.group,
-                len(ids),
-            )
-        return {"agreements": agreements, "bits": bits.tolist()}
+        about = prompt.id, prompt.category, 0.0, len(text)
+        agreements = {name: Agreement(*about, [], [], prompt.group, len(ids)) for name in drafters}
+        entropies: list[float] = []
+        # A piece is read as the output to all text before it, because the logits of a long output
+        # would fill the memory.
+        for start in range(0, len(text), PIECE):
+            before, piece = [*ids, *text[:start]], text[start : start + PIECE]
+            states: HiddenStates = dict.fromkeys(layers)
+            read = [*before, *piece[:-1]]
+            scores = teacher_forced_logits(target.decoder, read, len(before), states)
+            bits = entropy_bits(scores)[0]
+            if not bits.isfinite().all():
+                raise UserError(
+                    f"{target.spec} computes NaN or infinite logits in its output for prompt "
+                    f"{prompt.id}: its weights are damaged, or too large for float16. Fetch the "
+                    "checkpoint again, or use --dtype bfloat16 or float32."
+                )
+            entropies += bits.tolist()
+            p = warp(scores[0], decoding.sampling)
+            for name, drafter in drafters.items():
+                q = drafter.teacher_forced(before, piece, decoding.sampling, states)
+                highest, guesses = q.max(-1)
+                drafted = highest > 0  # q is all zero if nothing is proposed
+                if (
+                    decoding.sampling.greedy
+                ):  # p and q are one-hot: p at the draft's token is 0 or 1
+                    rates = p.gather(-1, guesses[:, None])[:, 0] * drafted
+                else:
+                    rates = agreement(p, q)
+                agreements[name].alpha_sum += float(rates.sum())
+                agreements[name].values += rates.tolist()
+                agreements[name].guesses += guesses.where(drafted, -1).tolist()
+        return {"agreements": agreements, "bits": entropies}
 
     rows = list(zip(prompts.prompts, prompts.ids, texts, strict=True))
     measured = journal.each("acceptance rate", rows, measure, lambda row: row, "prompt")

@@ -99,7 +99,7 @@ def evaluate(
         pieces,
         lambda _number, piece: target_texts(target, piece, decoding),
         list,
-        None,
+        "batch",
         lambda measured: all_generated or (measured > 0 and time_is_over(SHARE_OF_OUTPUTS)),
     )
     by_id = dict(zip((prompt.id for prompt in drawn.prompts), chain(*outputs), strict=False))

@@ -170,13 +170,14 @@ def in_turns(
 ) -> list[list[PromptRun]]:
     """Each (prompt, ids) decoded by each decoder, prompt by prompt: runs [decoders][prompts].
 
-    The order of the decoders rotates, so that no decoder always runs on a cool machine.
+    The order rotates and is reversed for every other prompt, so that no decoder always runs on a
+    cool machine or after the same other decoder.
     """
 
     def measure(turn: int, row: tuple[Prompt, list[int]]) -> list[PromptRun]:
-        runs = {}
-        for i in range(len(decoders)):
-            number = (turn + i) % len(decoders)
+        first, runs = turn // 2 % len(decoders), {}
+        order = [*range(first, len(decoders)), *range(first)]
+        for number in reversed(order) if turn % 2 else order:
             runs[number] = decoders[number](*row)
         return [runs[number] for number in range(len(decoders))]
 

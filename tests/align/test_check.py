@@ -195,6 +195,7 @@ OF_THE_HUB = (
             [],
             {"tokenizer_config": {"tokenizer_class": "GPT2Tokenizer"}, "edit": split},
         ),
+        ("003", "warning", [], {"tokenizer_config": {"tokenizer_class": "RobertaTokenizer"}}),
     ],
 )
 def test_what_is_found(pair, code, severity, ids, how):
@@ -273,6 +274,7 @@ def test_truncated_weights_are_ill_formed(write, tmp_path):
         ({}, {"tokens": "abcdefhg"}, ("no", "no", "no")),
         ({}, {"rows": 64}, ("no", "yes", "yes")),
         ({}, {"rows": 640}, ("no", "yes", "no")),
+        ({}, {"edit": sets_model(byte_fallback=True)}, ("yes", "yes", "no")),
         ({}, {"edit": puts(first=True)}, ("yes", "yes", "no")),
         ({}, {"edit": puts(first=False)}, ("yes", "yes", "no")),
         ({}, {"tokens": "abcdwxyzst"}, ("greedy only", "yes", "no")),

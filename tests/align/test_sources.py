@@ -227,17 +227,18 @@ def quantised(folder):
     edit_config(folder, quantization_config={"quant_method": "gptq"})
 
 
-def scaled(folder):
-    """Weights whose quantisation nothing declares, as older exports have it."""
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.self_attn.q_proj.weight_scale"] = torch.ones(1)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+QUERY, WHOLE = "self_attn.q_proj.weight", torch.ones(32, 32)
 
 
-def without_a_tensor(folder):
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.0.mlp.up_proj.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+def with_tensor(name, tensor, lost=None):
+    """An edit: a tensor of layer 0, and one without. No file declares a quantisation of it."""
+
+    def edit(folder):
+        tensors = load_file(folder / "model.safetensors") | {f"model.layers.0.{name}": tensor}
+        tensors.pop(f"model.layers.0.{lost}", None)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return edit
 
 
 def config_is(text):
@@ -251,15 +252,18 @@ def config_is(text):
         (without_config, "config.json"),
         (with_code_of_its_own, "auto_map"),
         (quantised, "gptq"),
-        (lambda folder: edit_config(folder, compression_config={"format": "int"}), "compression"),
-        (lambda folder: edit_config(folder, quantization={"bits": 4}), "quantization"),
-        (lambda folder: edit_config(folder, quantization="int4"), "int4"),
-        (lambda folder: (folder / "hf_quant_config.json").touch(), "hf_quant_config"),
-        (scaled, "weight_scale"),
+        *(
+            (lambda folder, value=value: edit_config(folder, quantization_config=value), "config")
+            for value in ([], "", 0, False)
+        ),
+        (with_tensor(QUERY, WHOLE.to(torch.float8_e4m3fn)), "F8_E4M3"),
+        (with_tensor(QUERY, WHOLE.to(torch.int8)), "I8"),
+        (with_tensor("self_attn.q_proj.qweight", WHOLE.int(), lost=QUERY), "I32"),
+        (with_tensor(f"{QUERY}_blocks", WHOLE.byte(), lost=QUERY), "U8"),
         (lambda folder: edit_config(folder, model_type="t5"), "decoder-only"),
         (lambda folder: (folder / "adapter_config.json").touch(), "TOK-013"),
         (lambda folder: truncate(folder / "model.safetensors"), "damaged"),
-        (without_a_tensor, "up_proj"),
+        (with_tensor("ids", WHOLE.long(), lost="mlp.up_proj.weight"), "up_proj"),
         *((config_is(text), "config.json") for text in (b"", b"{", b"[]", b"\xff")),
     ],
 )
@@ -283,8 +287,10 @@ def test_what_needs_no_weights_is_read_without(checkpoint):
 
 
 def test_what_is_not_refused(checkpoint):
-    edit_config(checkpoint, quantization_config=None)
-    load_model(str(checkpoint), torch.float32)
+    with_tensor("self_attn.bias", WHOLE.byte())(checkpoint)  # GPT-2's mask
+    for empty in (None, {}):
+        edit_config(checkpoint, quantization_config=empty)
+        load_model(str(checkpoint), torch.float32)
     edit_config(checkpoint, auto_map={"AutoModelForCausalLM": "m.Evil"})
     resolve_checkpoint(str(checkpoint))  # transformers has the model without that code
     quantised(checkpoint)  # for the kernels of an engine
@@ -329,16 +335,16 @@ def test_a_gpu_reads_the_files_itself_and_one_that_is_too_small_is_no_damage(
 
 @pytest.fixture
 def make_gguf(tmp_path, byte_level_tokenizer, tiny_llama):
-    """make_gguf(template): a Llama of one layer in GGUF, alone in its folder.
+    """make_gguf(template, *added): a Llama of one layer in GGUF, alone in its folder.
 
-    Its BOS is "!", its EOS id 0, and its last token ends a turn.
+    Its BOS is "!", its EOS id 0, and the added tokens follow 420 others.
     """
 
-    def make(template=None):
+    def make(template=None, *added):
         words = PreTrainedTokenizerFast(
             tokenizer_object=byte_level_tokenizer, bos_token="!", eos_token="<|im_end|>"
         )
-        words.add_tokens("<|eot_id|>", special_tokens=True)
+        words.add_tokens([*added], special_tokens=True)
         words.chat_template = template
         words.save_pretrained(tmp_path / "model")
         tiny_llama(1, vocab_size=len(words)).save_pretrained(tmp_path / "model")
@@ -371,38 +377,44 @@ def test_gguf_is_trained_and_keeps_its_stop(gguf):  # the weights: tests/align/t
     model(torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()
 
 
-@pytest.mark.parametrize("by_id", [True, False])
-def test_the_end_of_a_turn_is_a_stop(make_gguf, monkeypatch, by_id):
-    """llama.cpp stops at the token that the file names, or knows its name."""
-    if by_id:
-        add = GGUFWriter.add_eos_token_id
-        both = lambda writer, i: (add(writer, i), writer.add_eot_token_id(420))  # noqa: E731
-        monkeypatch.setattr(GGUFWriter, "add_eos_token_id", both)
-    path = str(make_gguf("<|start|>" if by_id else "{{ messages[0].content }}<|eot_id|>"))
+@pytest.mark.parametrize("named", ["eot", "eom", "fim_pad", None])
+def test_the_end_of_a_turn_is_a_stop(make_gguf, monkeypatch, named):
+    """llama.cpp stops at the tokens that the file names, and knows names of others."""
+    template, added = "{{ messages[0].content }}<|return|><|end|>", ("<|return|>", "<|call|>")
+    if named:
+        template, added, add = "<|start|>", ("<x>",), GGUFWriter.add_eos_token_id
+        key = f"tokenizer.ggml.{named}_token_id"
+        monkeypatch.setattr(
+            GGUFWriter, "add_eos_token_id", lambda w, i: (add(w, i), w.add_uint32(key, 420))
+        )
+    path = str(make_gguf(template, *added, "<|end|>"))  # with <|call|>, this ends only a part
     assert load_model(path, torch.float32).generation_config.eos_token_id == [0, 420]
     assert read_vocabulary(path).all_stops == {0, 420}
 
 
-def test_a_part_of_a_gguf_is_refused(tmp_path):
-    path = tmp_path / "tiny-00001-of-00002.gguf"
-    writer = GGUFWriter(path, "llama")
-    writer.add_uint16("split.count", 2)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(SourceError, match="llama-gguf-split"):
-        resolve_checkpoint(str(path))
-    assert not cached_entries()
+@pytest.mark.parametrize(
+    ("lost", "more", "fields", "said"),
+    [
+        ("blk.0.ffn_down.weight", {}, {}, "lacks 1 of"),
+        (None, {"rope_factors_long.weight": torch.ones(4)}, {}, "4 weights"),
+        (None, {}, {"tokenizer.ggml.pre": "deepseek-llm"}, "deepseek-llm"),
+        (None, {}, {"tokenizer.ggml.pre": "starcoder"}, "starcoder"),
+        (None, {}, {"split.count": 2}, "llama-gguf-split"),
+    ],
+)
+def test_a_gguf_that_would_not_be_read_whole_is_refused(
+    make_gguf, monkeypatch, lost, more, fields, said
+):
+    def tensors(*of, read=to_gguf._tensors):
+        return {name: t for name, t in (read(*of) | more).items() if name != lost}
 
+    def add(writer, _):
+        for key, value in fields.items():
+            (writer.add_uint16 if value == 2 else writer.add_string)(key, value)
 
-def test_a_gguf_that_lacks_a_tensor_is_refused(make_gguf, monkeypatch):
-    tensors = to_gguf._tensors
-    lost = "blk.0.ffn_down.weight"
-    monkeypatch.setattr(
-        to_gguf, "_tensors", lambda *of: {n: t for n, t in tensors(*of).items() if n != lost}
-    )
-    with pytest.raises(SourceError, match="lacks 1 of"):
+    monkeypatch.setattr(to_gguf, "_tensors", tensors)
+    monkeypatch.setattr(GGUFWriter, "add_tokenizer_pre", add)
+    with pytest.raises(SourceError, match=said):
         resolve_checkpoint(str(make_gguf()))
     assert not cached_entries()
 

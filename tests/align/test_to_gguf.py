@@ -114,7 +114,10 @@ NOBODYS = LLAMA3 | {"original_max_position_embeddings": 1024}
 
 @pytest.mark.parametrize(
     ("more", "lost"),
-    [({"attention_bias": True}, "biases"), ({"rope_parameters": NOBODYS}, "scaled angles")],
+    [
+        ({"attention_bias": True}, "weights for which"),
+        ({"rope_parameters": NOBODYS}, "scaled angles"),
+    ],
 )
 def test_what_transformers_would_lose_is_refused(more, lost, checkpoint, tmp_path):
     write_gguf(checkpoint(LlamaConfig(**SHAPE, **more)), tmp_path / "model.gguf", "f32")

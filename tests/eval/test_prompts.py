@@ -187,6 +187,9 @@ CALLED = {"role": "assistant", "content": "", "function_call": {"name": "f", "ar
         (talk({"role": "assistant"} | HALF_A_CHARACTER), "`messages` `0`"),
         (b'{"prompt": "What is this?", "image_files": ["a.png"]}', "`image_files`"),
         (b'{"prompt": "What is this?", "audio_url": "a.wav"}', "`audio_url`"),
+        (b'{"prompt": "What is this?", "input_audio": "a.wav"}', "`input_audio`"),
+        (b'{"prompt": "What is this?", "img": "a.png"}', "`img`"),
+        (b'{"prompt": "What is this?", "multi_modal_data": {"image": "a"}}', "`multi_modal_data`"),
         (b'{"prompt": "def f(", "suffix": "return 3"}', "`suffix`"),
         (talk(ASKED, system="Be brief."), "`system`"),
         (talk(ASKED, enable_thinking=False), "`enable_thinking`"),
@@ -324,9 +327,10 @@ def test_a_function_to_write_is_asked_for_by_its_code_and_its_docstring(tokenize
     code = 'import re\n\n\ndef f(a):\n    """Say {code}\n    twice.\n    """\n'
     (asked,) = in_chat_form([Prompt("1", code)], "{docstring}\n\n{code}", tokenizer.chat_template)
     assert asked.messages[0]["content"] == "Say {code}\ntwice.\n\nimport re\n\n\ndef f(a):"
-    inner = 'def f(a):\n    import math\n    """Say it."""\n'
+    # a form feed ends no line, nor does U+2028
+    inner = '\f\nX = "\u2028"\ndef f(a):\n    import math\n    """Say it."""\n'
     (asked,) = in_chat_form([Prompt("1", inner)], "{docstring} {code}", tokenizer.chat_template)
-    assert asked.messages[0]["content"] == "Say it. def f(a):\n    import math"
+    assert asked.messages[0]["content"] == 'Say it. \f\nX = "\u2028"\ndef f(a):\n    import math'
     for no_task in (
         "select name",
         "def f(a):\n    return a\n",
@@ -453,6 +457,7 @@ def test_what_a_data_set_gives_a_row_because_others_have_it_is_left_out(letters,
         assert letters.decode(render(prompt, letters)) == expected
 
 
+DIVIDING, SEARCHING = "{{ 1 // 0 }}", "{{ 'a'.index('b') }}"
 ADDING = "{% for m in messages %}{{ m.content + m.tool_calls }}{% endfor %}"
 ASKING = [{"role": "user", "content": "t"}]
 
@@ -463,6 +468,8 @@ ASKING = [{"role": "user", "content": "t"}]
         (Prompt("q7", None, ASKING), None, "`messages`"),
         (Prompt("q7", None, [{"role": "tool", "content": "t"}]), TEMPLATE, "no such role here"),
         (Prompt("q7", None, [call({})]), ADDING, "`messages`"),
+        (Prompt("q7", None, ASKING), DIVIDING, "`messages`"),
+        (Prompt("q7", None, ASKING), SEARCHING, "`messages`"),
         (Prompt("q7", None, ASKING, tools=[TOOL]), TEMPLATE, "'tools'"),
         (Prompt("q7", None, talk_with_tools({})), TEMPLATE, "'tool_calls'"),
         (Prompt("q7", "t", tools=[TOOL]), CALLING, "`tools`"),
@@ -491,17 +498,29 @@ def test_the_first_of_drawn_prompts_are_drawn_too():
     assert len(every.drawn(99, 3).ids) == len(every.first(99).ids) == 50
 
 
+SWITCH = (  # as SmolLM3's template: thinking is the default
+    "{% set s = messages[0].content if messages[0].role == 'system' else '' %}"
+    "system: {{ s.replace('/no_think', '').replace('/think', '').strip() }}\n"
+    "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if '/no_think' in s %}no thought{% endif %}"
+)
+
+
 @pytest.mark.parametrize("role", ["developer", "wizard"])
 def test_a_turn_that_the_template_would_leave_out_is_refused(letters, role):
     letters.chat_template = QWEN3
     turns = [{"role": role, "content": " Be brief.\n"}, {"role": "user", "content": "Why?"}]
     with pytest.raises(PromptError, match=f"'q7': .*{role}"):
         render(Prompt("q7", None, turns), letters)
-    letters.chat_template = (  # a template may read a switch from the turn and not write it
-        "{% for m in messages %}{{ m.role }}: {{ m.content | replace('brief', '') | trim }}\n"
-        "{% endfor %}"
-    )
-    assert letters.decode(render(Prompt("q7", None, turns), letters)).startswith(f"{role}: Be")
+
+
+@pytest.mark.parametrize("said", ["/think", "/no_think", "/no_think\nBe brief."])
+def test_a_turn_that_only_sets_a_switch_may_change_nothing(letters, said):
+    letters.chat_template = SWITCH
+    turns = [{"role": "system", "content": said}, {"role": "user", "content": "Why?"}]
+    text = letters.decode(render(Prompt("q7", None, turns), letters))
+    brief = "Be brief." * ("Be" in said)
+    assert text == f"system: {brief}\nuser: Why?\n" + "no thought" * ("no" in said)
 
 
 def test_long_prompts_are_refused_dropped_or_cut_and_counted(tokenizer, capsys):
@@ -532,7 +551,9 @@ def test_long_prompts_are_refused_dropped_or_cut_and_counted(tokenizer, capsys):
             rendered(tokens, long_prompts, context)
 
 
-def test_a_prompt_without_a_token(tokenizer):
+def test_a_prompt_without_a_token_or_with_one_that_has_no_entry(tokenizer):
+    with pytest.raises(PromptError, match="'odd' has the token 'select'"):
+        render_set("", [Prompt("odd", "select")], tokenizer, 10, 4, vocab_size=1)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A")
     with pytest.raises(PromptError, match="'odd' renders to no token"):
         render_set("", [Prompt("odd", "\n")], tokenizer, 10, 4)

@@ -113,7 +113,9 @@ class TokenSession(Session):
         self.text = drafter.read(text.ids, begins=True)
         self.in_cache = 0
         self.slots = drafter.own_slots(text.slots)
-        self.cache = drafter.decoder.new_cache(1, self.slots)
+        # with another tokenizer, a token of the target may become several here: the cache grows
+        expected = len(self.text) + 2 * (text.slots - len(text.ids))
+        self.cache = drafter.decoder.new_cache(1, min(self.slots, expected))
         if len(self.text) > PIECE:
             self.read_ahead()
 
@@ -142,6 +144,8 @@ class TokenSession(Session):
             read = torch.tensor(self.text[self.in_cache :], device=decoder.device)
         else:
             read = self.drafter.to_own_ids(before)
+        if (needed := self.in_cache + len(read)) > self.cache.slots:
+            self.cache = self.cache.resized(min(2 * needed, self.slots))
         scores = decoder.forward(read[None], self.in_cache, self.cache, last_only=True)[:, -1]
         self.in_cache = len(self.text) + depth
         return scores

@@ -239,6 +239,16 @@ def test_a_draft_by_map_begins_a_text_as_its_own_tokenizer_does(lacking, monkeyp
     torch.testing.assert_close(session.propose(1).q, q)
 
 
+def test_the_cache_of_a_draft_by_map_grows_with_the_text(lacking):
+    """A draft may have many tokens for one of the target's; zeroing a whole context takes time."""
+    ids = [0, 5, 1] * 30
+    session = lacking.start(Text(ids[:1], 6, Sampling(1.0), torch.Generator(), {}))
+    assert (session.cache.slots < len(ids)) != lacking.recorded  # graphs have whole caches
+    session.commit(ids[1:], 0, {})
+    q = lacking.teacher_forced(ids, [4], Sampling(1.0), {})
+    torch.testing.assert_close(session.propose(1).q, q)
+
+
 # --- remap and transplant
 
 LETTERS = [chr(ord("a") + i) for i in range(26)]

@@ -191,10 +191,11 @@ def test_what_a_decoder_cannot_do_is_said():
         build_decoder(spread, CONTEXT)
 
 
-def test_yarn_reads_positions_beyond_those_that_its_config_keeps():
+@pytest.mark.parametrize("kind", ["yarn", "linear"])
+def test_scaled_positions_are_read_though_the_config_keeps_the_original_number(kind):
     """Qwen2.5 names 32k positions beside a factor of 4."""
-    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
-    rope |= {"original_max_position_embeddings": 16}
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    rope |= {"original_max_position_embeddings": 16} if kind == "yarn" else {}
     shape = SHAPE | {"max_position_embeddings": 16, "rope_parameters": rope}
     model, (text,) = randomised(LlamaForCausalLM(LlamaConfig(**shape))), drawn(60)
     decoder = build_decoder(model, 64)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from align.sources import load_model
+from align.to_gguf import write_gguf
 from align.vocabulary import read_vocabulary
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
@@ -131,6 +132,7 @@ def test_a_server_that_fails_midway_leaves_what_was_measured(fake, fault):
         ({"step": 3}, {"step": 2}, "is the baseline, but it speculates"),
         ({"step": 3}, {"names": ["org/other"]}, "serve one target under one name"),
         ({"step": 3, "token_ids": False}, {}, "sent 0 token ids"),
+        ({"step": 3, "lost": 2}, {}, "sent 16 token ids .* counted 18 tokens"),
     ],
 )
 def test_servers_that_cannot_be_measured(fake, drafting, plain, message):
@@ -365,6 +367,15 @@ def test_a_draft_that_differs_in_padding_reaches_vllm_in_the_targets_size(tmp_pa
     assert tokens == same_tokens
     assert (folder == draft) == (rows[0] == rows[1])
     assert rows[0] == rows[1] or not Path(folder).exists()  # it was for the servers
+
+
+def test_a_gguf_target_is_named_with_its_quantisation(tmp_path, start):
+    save_sibling(tmp_path / "target", LARGE, 1)
+    write_gguf(tmp_path / "target", tmp_path / "t.gguf", "q8_0")
+    start(lambda config: FakeVllm(step=3))
+    drafts = {"lookup": "prompt-lookup"}
+    report = measure_started(str(tmp_path / "t.gguf"), drafts, [2], ONE_PROMPT, SHORT, {})
+    assert report.target_named.endswith("t.gguf (GGUF Q8_0)")
 
 
 @pytest.mark.parametrize("rows", [SMALL, LARGE])

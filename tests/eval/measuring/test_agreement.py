@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from eval.decoding.forward import PIECE
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import entropy_bits, measure_agreement, target_texts
 from tests.eval.measuring.made_up import GREEDY, IDS, SET, baselines
@@ -25,9 +26,11 @@ def test_sampled_texts_depend_on_the_prompts_id_alone(target):
     assert all(text != other for text, other in zip(texts, renamed, strict=True))
 
 
+@pytest.mark.parametrize("piece", [PIECE, 7])
 def test_alpha_is_one_for_the_target_itself_and_counts_agreeing_positions(
-    target, own, other, journal
+    target, own, other, journal, monkeypatch, piece
 ):
+    monkeypatch.setattr("eval.measuring.agreement.PIECE", piece)
     texts = target_texts(target, BY_ID, GREEDY)
     drafters = {"own": own, "other": other}
     found, entropy = measure_agreement(target, drafters, SET, texts, GREEDY, journal)
