@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -59,11 +60,20 @@ def who_answers(
 
 
 def open_store(settings: AnswerSettings, target: Vocabulary, dtype: str, stores: Path) -> Store:
-    """The store of this target's outputs, in the folder `stores`. All processes must call it."""
+    """The store of this target's outputs, in the folder `stores`. All processes must call it.
+
+    Raises UserError if the first process's machine has another target.
+    """
     key = {}
-    if PartialState().is_main_process:  # it reads all the target's weights
+    if PartialState().is_local_main_process:  # it reads all the target's weights
         key = {"target weights": weights_sha256(str(target.folder)), "dtype": dtype}
-    return Store.of(from_first(key) | settings.key, stores)
+    first = from_first(key)
+    if key not in ({}, first):
+        raise UserError(
+            f"The weights of {target.spec!r} on {platform.node()} are not those on the first "
+            "process's machine; copy the same checkpoint to all machines."
+        )
+    return Store.of(first | settings.key, stores)
 
 
 def to_answer(prompts: list[list[int]], per_prompt: int, most: int | None) -> list[list[int]]:

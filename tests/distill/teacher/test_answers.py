@@ -4,6 +4,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 
+from align.errors import UserError
 from align.vocabulary import read_vocabulary
 from distill.teacher import answers as module
 from distill.teacher.answers import LocalTarget, open_store, to_answer, top_logprobs
@@ -194,6 +195,12 @@ def test_what_changes_an_answer_has_another_store(key, changes):
 )
 def test_what_does_not_has_the_same(key, changes):
     assert key(**changes) == key()
+
+
+def test_a_machine_with_another_target_is_named(key, monkeypatch):
+    monkeypatch.setattr(module, "from_first", lambda own: own | {"target weights": "others"})
+    with pytest.raises(UserError, match=r"weights of .*target"):
+        key()
 
 
 def test_greedy_answers_are_drawn_with_no_seed(key):
