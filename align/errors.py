@@ -3,7 +3,7 @@
 import re
 
 _SECRET = re.compile(
-    r"(://)[^/\s]+(?=@)"  # the user name and the password of an address
+    r"(:/+)[^/\s]+(?=@)"  # the user name and the password of an address
     r"|([?&#][\w-]*(?:token|key|secret|password)=|Bearer |\bhf_(?=[a-z0-9]{30}))[^&\s'\"]+",
     re.IGNORECASE,
 )

@@ -350,12 +350,12 @@ def _of_turns(row: dict[str, Any]) -> dict[str, Any]:
             case _:
                 first, *others = row["question"]
                 later = [message["content"] for (message,) in others]
+        tools = [{"type": "function", "function": dict(each)} for each in row.get("function", [])]
     except (TypeError, LookupError, ValueError):
         raise ValueError(
-            "`turns` should be a list of texts, and `question` a list of lists of messages, with "
-            "one message from the second list on"
+            "`turns` should be a list of texts; `question` a list of lists of messages, with one "
+            "message from the second list on; and `function` a list of objects"
         ) from None
-    tools = [{"type": "function", "function": function} for function in row.get("function", [])]
     return {"tools": tools} | row | {"messages": first} | ({"follow_ups": later} if later else {})
 
 

@@ -347,8 +347,6 @@ def read_report(path: Path | str) -> Report:
     except FileNotFoundError:
         raise ReportError(f"no report at {path}; finish the evaluation first") from None
     except ValidationError as error:
-        if error.errors()[0]["type"] == "json_invalid":
-            raise ReportError(
-                f"{path} is damaged ({error.errors()[0]['msg']}); evaluate again"
-            ) from None
-        raise ReportError(f"{path}: {_problem(error)}") from None
+        raise ReportError(
+            f"{path} is damaged or of another version ({_problem(error)}); evaluate again."
+        ) from None

@@ -146,19 +146,10 @@ def test_a_password_in_an_index_address_is_not_printed(monkeypatch):
     assert "hunter2" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("https://me:p@ss@host/x?a=b", "https://***@host/x?a=b"),
-        ("'http://host/v1?api_key=s3cret&x=1'", "'http://host/v1?api_key=***&x=1'"),
-        ("https://host/?token=s3cret: no", "https://host/?token=*** no"),
-        (f"--x=hf_{'aB3' * 12}", "--x=hf_***"),
-        ("Authorization: Bearer s3cret", "Authorization: Bearer ***"),
-        ("it has hf_quant_config.json at me@host", "it has hf_quant_config.json at me@host"),
-    ],
-)
-def test_an_error_shows_no_secret(text, shown):
-    assert str(UserError(text)) == shown
+def test_an_error_shows_no_secret():
+    shown = "ftp://{0}@host '/v1?api_key={0}&x=1' hf_{0} Bearer {0} hf_quant_config.json a@b"
+    assert str(UserError(shown.format("aB3" * 12))) == shown.format("***")
+    assert str(UserError("//x: http:/me:p@ss@host")) == "//x: http:/***@host"  # as a path has it
 
 
 def test_a_folder_in_a_wheel(make_wheel, python):

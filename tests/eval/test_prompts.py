@@ -166,6 +166,7 @@ CALLED = {"role": "assistant", "content": "", "function_call": {"name": "f", "ar
         (b'{"question": "How many?", "answer": "3"}', "`question`"),
         (b'{"turns": "How many?"}', "`turns`"),
         (b'{"question": []}', "`question`"),
+        (json.dumps({"question": [[ASKED]], "function": {"name": "f"}}).encode(), "`function`"),
         (json.dumps({"question": [[ASKED], [ASKED, ASKED]]}).encode(), "`question`"),
         (b'{"text": "a"}\n', "neither of `prompt` and `messages`"),
         (talk({"role": "user", "content": "b"}, prompt="a"), "both of `prompt` and `messages`"),
