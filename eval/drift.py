@@ -1,11 +1,11 @@
 """Does what you serve still accept the draft as its report says?
 
-    python -m eval.drift report.json --metrics http://localhost:8000
+    python -m eval.drift report.json --prometheus http://prometheus:9090 --since last.txt
     python -m eval.drift report.json --metrics http://localhost:8000 --since last.prom
 
-The counters come from /metrics of a vLLM server, or from a file with this page (docs/serving.md).
-Prompts that are not served can be measured with eval.run. Exit status: 0 as measured; 1 moved away;
-2 for a bad call or input; 3 inconclusive; 4 if the server does not answer or has no counters.
+The counters of vLLM come from Prometheus (all replicas together), from /metrics of one server, or
+from a file with this page (docs/serving.md). Exit status: 0 as measured; 1 moved away; 2 for a bad
+call or input; 3 inconclusive; 4 if the server does not answer or has no counters.
 """
 
 from __future__ import annotations
@@ -17,53 +17,54 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+import json
 import math
+from collections.abc import Sequence
+from itertools import permutations
+from time import time
+from typing import Any
 
 from align.errors import UserError
 from align.files import atomic_file
-from eval.engines.counters import growth, read_series, total
+from eval.engines.counters import LINE, growth, read_prometheus, read_series, total
 from eval.engines.server import Server, ServerError
 from eval.measuring.runs import Speculation
-from eval.reporting.fields import DraftReport, Report, ReportError, read_report
+from eval.monitoring import write_monitoring
+from eval.reporting.fields import ReportError, read_report
 from eval.reporting.traffic import (
     MARGIN,
-    Difference,
+    REMEDY,
+    Estimate,
     compare,
     counted_acceptance,
     drafts_lacking,
     measured_acceptance,
 )
+from eval.reporting.verdict import measured_in
 
 AS_MEASURED, MOVED, BAD_INPUT, INCONCLUSIVE, NO_COUNTERS = range(5)  # exit statuses
-REMEDY = (
-    "The draft no longer fits the traffic: measure on recent prompts (python -m eval.run --run DIR "
-    "--prompts RECENT --output_dir NEW), then train on such prompts."
-)
-
-
-class NoCounters(UserError):
-    """A server or a page without counters of speculation."""
+VERDICTS = ("as measured", "moved away", "bad input", "inconclusive", "no counters")
+READINGS = 6  # in 31 of 32 calls they show that two replicas answer in random order
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.drift", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("report", type=Path, metavar="REPORT", help="a report.json")
-    parser.add_argument(
-        "--metrics",
-        required=True,
-        metavar="URL|FILE",
-        help="address of a vLLM server, or a file with its page /metrics",
-    )
-    parser.add_argument(
-        "--since",
-        type=Path,
-        metavar="FILE",
-        help="an earlier page /metrics: only later counts are compared. With a URL the file is "
-        "updated, or created",
-    )
-    parser.add_argument("--draft", help="its name in the report; default: tuned, else the last")
+    about = __doc__.split("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m eval.drift", description=about)
+    add, source = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
+    add("report", type=Path, metavar="REPORT", help="a report.json")
+    of_metrics = "address of one vLLM server, or a file with its page /metrics"
+    source.add_argument("--metrics", metavar="URL|FILE", help=of_metrics)
+    of_prometheus = "address of a Prometheus that reads all replicas"
+    source.add_argument("--prometheus", metavar="URL", help=of_prometheus)
+    files = "write Prometheus' alerts.yaml and Grafana's dashboard.json to this folder"
+    source.add_argument("--monitoring", type=Path, metavar="FOLDER", help=files)
+    add("--selector", default="", help="of the servers in Prometheus, as '{job=\"vllm\"}'")
+    add("--hours", type=int, default=1, help="window in Prometheus; default: %(default)s")
+    since = "an earlier reading: only later counts are compared. It is updated, or created"
+    add("--since", type=Path, metavar="FILE", help=since)
+    add("--draft", help="its name in the report; default: tuned, else the last")
+    add("--temperature", type=float, help="of the traffic; default: the report's")
+    add("--json", action="store_true", help="print one JSON object")
     return parser.parse_args(argv)
 
 
@@ -74,97 +75,132 @@ def _read(path: Path) -> str:
         raise ReportError(f"{path} cannot be read as text ({error}); correct the path.") from None
 
 
-def _traffic(source: str, since: Path | None) -> tuple[Speculation, str]:
-    """A server's or a file's counts since the page `since`, and a server's lines for that page."""
-    is_server = source.startswith(("http://", "https://"))
-    if is_server:
-        text = Server(source.rstrip("/").removesuffix("/metrics")).text("/metrics")
+def _from_prometheus(args: argparse.Namespace) -> tuple[Speculation | None, str, str]:
+    """The counts; the Unix times of this reading and of the earlier one, to be kept."""
+    until = round(time())
+    since = until - 3600 * args.hours
+    if args.since and args.since.exists():
+        if not (earlier := _read(args.since).strip()).isdecimal():
+            raise ReportError(f"{args.since} holds no time; delete the file to start anew.")
+        since = int(earlier)
+    window = f"{max(until - since, 1)}s"
+    series = read_prometheus(args.prometheus, window, args.selector, until)
+    return total(series), f"{until}\n", f"{since}\n"
+
+
+def _from_metrics(args: argparse.Namespace) -> tuple[Speculation | None, str, str]:
+    """The counts; the lines of this reading, to be kept, and "". Of a file nothing is kept."""
+    if is_server := args.metrics.startswith(("http://", "https://")):
+        address = args.metrics.rstrip("/").removesuffix("/metrics")
+        pages = [Server(address).text("/metrics") for _ in range(READINGS)]  # new connections
     else:
-        text = _read(Path(source))
-    series = read_series(text)
-    if total(series) is None:
-        raise NoCounters(
-            f"{source} has no counters vllm:spec_decode_*, because it has no draft, "
-            "--disable-log-stats is set, or it is not vLLM. Start vLLM with --speculative-config "
-            "and without --disable-log-stats."
-        )
-    if since is not None and (since.exists() or not is_server):
-        earlier = read_series(_read(since))
+        pages = [_read(Path(args.metrics))]
+    readings = [read_series(page) for page in pages]
+    for one, other in permutations(readings, 2):
+        growth(one, other)  # raises CountersError if several processes answer
+    series = readings[-1]
+    if total(series) and args.since and (args.since.exists() or not is_server):
+        earlier = read_series(_read(args.since))
         if total(earlier) is None:
-            raise ReportError(
-                f"{since} is damaged, because it lacks counters vllm:spec_decode_*. Delete the "
-                "file; the next call then counts from the server's start."
-            )
+            raise ReportError(f"{args.since} holds no counters; delete the file to start anew.")
         series = growth(earlier, series)
-    counts = total(series)
-    assert counts is not None
-    lines = (f"{line}\n" for line in text.split("\n") if "spec_decode" in line)
-    return counts, "".join(lines) if is_server else ""
+    lines = (f"{line[0]}\n" for line in LINE.finditer(pages[-1]))
+    return total(series), "".join(lines) if is_server else "", ""
 
 
-def _line(difference: Difference) -> str:
-    verdict = "as measured" if difference.as_measured else "inconclusive"
-    parts = (
-        f"position {difference.position:<3} report {difference.report.mean:.3f}",
-        f"traffic {difference.traffic.mean:.3f}",
-        f"{difference.mean:+.3f} ± {difference.chance(0.05):.3f}",
-        "MOVED" if difference.moved else verdict,
-    )
-    return "   ".join(parts)
-
-
-def check_traffic(draft: DraftReport, report: Report, source: str, since: Path | None) -> int:
-    """Compare, print, and return the exit status. Raises UserError for input that is unusable."""
-    promised = measured_acceptance(draft, report.engine)
-    counts, page = _traffic(source, since)
-    if not counts.drafts:
-        print("inconclusive: the server has drafted nothing yet")
-        return INCONCLUSIVE
-    differences = compare(promised, counted_acceptance(counts, promised))
-    lacking = drafts_lacking(differences)
-    # if more drafts may decide, the file stays, so that the next call counts these drafts again
-    if page and since is not None and lacking in (0, math.inf):
-        with atomic_file(since) as file:
-            file.write(page)
-    for difference in differences:
-        print(_line(difference))
-    drafts = f"{promised[0].drafts:,.0f} and {counts.drafts:,.0f} drafts"
-    if moved := [difference for difference in differences if difference.moved]:
+def check_traffic(promised: Sequence[Estimate], args: argparse.Namespace) -> dict[str, Any]:
+    """The result as `--json` prints it. Raises UserError for input that is unusable."""
+    counts, reading, earlier = (_from_prometheus if args.prometheus else _from_metrics)(args)
+    if counts is None:
+        raise ServerError(
+            f"{args.prometheus or args.metrics} has no counters vllm:spec_decode_* now: there is "
+            "no draft, --disable-log-stats is set, it is not vLLM, or --selector matches nothing. "
+            "Start vLLM with --speculative-config and without --disable-log-stats."
+        )
+    differences = compare(promised, counted_acceptance(counts, promised)) if counts.drafts else []
+    lacking = drafts_lacking(differences) if differences else None
+    # if more drafts may decide, the next call counts these drafts again
+    kept = reading if lacking in (0, math.inf) else earlier
+    if args.since and kept:
+        with atomic_file(args.since) as file:
+            file.write(kept)
+    moved = [difference for difference in differences if difference.moved]
+    unclear = f"a change of {MARGIN:g} in acceptance is neither shown nor excluded"
+    status = INCONCLUSIVE
+    if moved:
+        status = MOVED
         direction = "less" if moved[0].mean < 0 else "more"
         positions = ", ".join(str(difference.position) for difference in moved)
-        print(
-            f"\nmoved away ({drafts}): {direction} is accepted than measured at position "
-            f"{positions}. {REMEDY}"
-        )
-        return MOVED
-    if lacking:
-        remedy = (
-            "more drafts cannot decide this, but a report of more prompts may (--speed_prompts)"
-            if lacking == math.inf
-            else f"about {lacking:,.0f} more drafts are needed"
-        )
-        print(
-            f"\ninconclusive ({drafts}): a change of {MARGIN:g} in acceptance is neither shown nor "
-            f"excluded; {remedy}."
-        )
-        return INCONCLUSIVE
-    print(f"\nas measured ({drafts}): no position differs by {MARGIN:g} or more")
-    return AS_MEASURED
+        reason = f"{direction} is accepted than measured at position {positions}. {REMEDY}"
+    elif lacking is None:
+        reason = "nothing was drafted."
+    elif lacking == math.inf:
+        reason = f"{unclear}; more drafts cannot decide this, but a report of more prompts may."
+    elif lacking:
+        reason = f"{unclear}; about {lacking:,.0f} more drafts are needed."
+    else:
+        status = AS_MEASURED
+        reason = f"no position differs by {MARGIN:g} or more."
+    return {
+        "verdict": VERDICTS[status],
+        "exit_status": status,
+        "reason": reason,
+        "drafts": {"report": promised[0].drafts, "traffic": counts.drafts},
+        "more_drafts_needed": None if lacking == math.inf else lacking,
+        "positions": [
+            {
+                "position": difference.position,
+                "report": difference.report.mean,
+                "traffic": difference.traffic.mean,
+                "difference": difference.mean,
+                "half_width95": difference.chance(0.05),
+                "verdict": difference.verdict,
+            }
+            for difference in differences
+        ],
+    }
+
+
+def _as_text(result: dict[str, Any]) -> str:
+    """The result for a reader."""
+    line = (
+        "position {position:<3} report {report:.3f}   traffic {traffic:.3f}   "
+        "{difference:+.3f} ± {half_width95:.3f}   {verdict}\n"
+    )
+    lines = "".join(line.format(**place) for place in result["positions"])
+    drafts = "{report:,.0f} and {traffic:,.0f} drafts".format(**result["drafts"])
+    return (
+        f"{lines}\n{result['verdict']} ({drafts}): {result['reason']}\n"
+        f"The traffic is assumed to be as in the report: {result['assumed']}."
+    )
 
 
 def main(argv: list[str]) -> int:
+    args = parse(argv)
     try:
-        args = parse(argv)
         report = read_report(args.report)
         name = args.draft or report.tuned[0]
         if name not in report.drafts:
             raise ReportError(
                 f"the report has no draft {name!r}; name one of {', '.join(report.drafts)}"
             )
-        return check_traffic(report.drafts[name], report, args.metrics, args.since)
+        promised = measured_acceptance(report, report.drafts[name], args.temperature)
+        if args.monitoring:
+            title = f"{name} on {report.target_named}"
+            write_monitoring(args.monitoring, title, promised, args.selector, args.hours)
+            return AS_MEASURED
+        result = check_traffic(promised, args)
+        result["assumed"] = f"{measured_in(report)}, temperature {report.decoding.temperature:g}"
     except (UserError, OSError) as error:
+        missing = isinstance(error, ServerError) and error.status != 400  # 400: a bad selector
+        status = NO_COUNTERS if missing else BAD_INPUT
+        result = {"verdict": VERDICTS[status], "exit_status": status, "reason": str(error)}
         print(f"error: {error}", file=sys.stderr)
-        return NO_COUNTERS if isinstance(error, ServerError | NoCounters) else BAD_INPUT
+    if args.json:
+        print(json.dumps(result))
+    elif "positions" in result:
+        print(_as_text(result))
+    return int(result["exit_status"])
 
 
 if __name__ == "__main__":

@@ -275,13 +275,3 @@ def test_manifests_serve_the_pair_that_they_fetch():
     ports = {port["name"] for port in engine["ports"]}
     assert {port["targetPort"] for port in kinds["Service"]["spec"]["ports"]} <= ports
     assert all(engine[probe]["httpGet"]["port"] in ports for probe in engine if "Probe" in probe)
-
-
-def test_alerts_and_pages_name_counters_that_vllm_has():
-    alerts = (SERVING / "alerts.yaml").read_text()
-    assert YAML(typ="safe", pure=True).load(alerts)["groups"]
-    page = ROOT / "tests" / "eval" / "engines" / "vllm-metrics.prom"  # a vLLM server's own
-    counters = set(re.findall(r"^(vllm:\w+)", page.read_text(), flags=re.MULTILINE))
-    named = re.findall(r"vllm:\w+", (ROOT / "docs" / "serving.md").read_text() + alerts)
-    assert "vllm:spec_decode_num_accepted_tokens_total" in alerts
-    assert set(named) <= counters

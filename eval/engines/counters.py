@@ -1,43 +1,45 @@
-"""vLLM's counters of speculation: vllm:spec_decode_* on its Prometheus page /metrics.
+"""vLLM's counters of speculation, vllm:spec_decode_*: on a page /metrics, or in Prometheus.
 
-The counters start at 0 with an engine's process (docs.vllm.ai).
+The counters start at 0 with a server's process (docs.vllm.ai).
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
+from urllib.parse import urlencode
 
 from align.errors import UserError
+from eval.engines.server import Server, ServerError
 from eval.measuring.runs import Speculation
 
-COUNTER = re.compile(
-    r"^vllm:spec_decode_num_"
-    r"(?P<name>drafts_created|drafts|draft_tokens|accepted_tokens(?:_per_pos)?)(?:_total)?"
+NAMES = "drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"
+LINE = re.compile(
+    rf"^(?:vllm:spec_decode_num_(?P<name>{'|'.join(NAMES)})(?:_total)?|process_start_time_seconds)"
     r"(?:\{(?P<labels>.*)\})? (?P<value>\S+)",
     re.MULTILINE,
 )
-POSITION = re.compile(r',?position="(\d+)"')
-STARTED = "drafts_created"  # not a count: its value is the time at which the process started
+POSITION = re.compile(r'\bposition="(\d+)"')
+STARTED = "process_start_time_seconds", 0  # not a count: it identifies the process
 
-# (name of the counter, position in the draft, labels of the engine) -> count
-Series = dict[tuple[str, int, str], float]
+# (name of the counter, position in the draft) -> count of all engines of a process
+Series = dict[tuple[str, int], float]
 
 
 class CountersError(UserError):
-    """Counters that cannot be read or subtracted."""
+    """Counters that cannot be read, subtracted or summed."""
 
 
 def read_series(text: str) -> Series:
-    """The counters of each engine on a Prometheus page; empty if it has none.
+    """The counters on a process's page /metrics and its start; empty if it has none.
 
     Raises CountersError for a value that is not a number.
     """
     series: Series = defaultdict(float)
-    for match in COUNTER.finditer(text):
+    for match in LINE.finditer(text):
         position = POSITION.search(match["labels"] or "")
-        engine = POSITION.sub("", match["labels"] or "")
-        key = match["name"], int(position[1] if position else 0), engine
+        key = (match["name"], int(position[1] if position else 0)) if match["name"] else STARTED
         try:
             series[key] += float(match["value"])
         except ValueError:
@@ -48,40 +50,32 @@ def read_series(text: str) -> Series:
 
 
 def total(series: Series) -> Speculation | None:
-    """The sum of all engines' counts; None if a counter is missing."""
-    sums: dict[tuple[str, int], float] = {}
-    for (name, position, _), value in series.items():
-        sums[name, position] = sums.get((name, position), 0.0) + value
-    accepted_at = [sums[key] for key in sorted(sums) if key[0] == "accepted_tokens_per_pos"]
+    """The counts as a Speculation; None if a counter is missing."""
+    accepted_at = [series[key] for key in sorted(series) if key[0] == NAMES[-1]]
     try:
-        drafts, drafted = sums["drafts", 0], sums["draft_tokens", 0]
-        counts = Speculation(drafts, drafted, sums["accepted_tokens", 0], accepted_at)
+        drafts, drafted, accepted = (series[name, 0] for name in NAMES[:3])
     except KeyError:
         return None
-    return counts if accepted_at else None
+    return Speculation(drafts, drafted, accepted, accepted_at) if accepted_at else None
 
 
 def growth(before: Series, now: Series) -> Series:
     """The counts between two readings.
 
-    An engine that was restarted (a later start, or a counter that fell) is counted from 0. Raises
-    CountersError if a process is older than in the first reading, because another replica was read.
+    A process that was restarted (a later start, or a counter that fell) is counted from 0. Raises
+    CountersError if the process is older than in the first reading: it is another replica.
     """
-    restarted = set()
-    for key, value in before.items():
-        counted = now.get(key, value if key[0] == STARTED else 0.0)
-        if key[0] == STARTED and counted < value:
-            raise CountersError(
-                "These counters come from an older process than the earlier reading, so they are "
-                "of another replica. Read each replica's /metrics separately, with its own file."
-            )
-        if counted < value or (key[0] == STARTED and counted > value):
-            restarted.add(key[2])
-    return {
-        key: value - (0.0 if key[2] in restarted else before.get(key, 0.0))
-        for key, value in now.items()
-        if key[0] != STARTED
-    }
+    counts = {key: value for key, value in now.items() if key != STARTED}
+    start, first = now.get(STARTED, 0.0), before.get(STARTED, 0.0)
+    if start < first:
+        raise CountersError(
+            "This process is older than that of the earlier reading: the address is of several "
+            "processes, as of a load balancer, whose counters cannot be subtracted. Give "
+            "--prometheus, which sums over replicas, or the address of one replica."
+        )
+    if start > first or any(now.get(key, 0.0) < value for key, value in before.items()):
+        return counts
+    return {key: value - before.get(key, 0.0) for key, value in counts.items()}
 
 
 def between(before: Series, now: Series) -> Speculation | None:
@@ -90,3 +84,52 @@ def between(before: Series, now: Series) -> Speculation | None:
         return total(growth(before, now)) if before else None
     except CountersError:
         return None
+
+
+def increase(
+    name: str, window: str, selector: str = "", position: int | None = None, by: str = "model_name"
+) -> str:
+    """PromQL: growth of one of NAMES in a window (`3600s`), summed over replicas.
+
+    Prometheus recognises restarts. It extrapolates to the window's ends, by a factor that all
+    counters of a process share because they are read together. So shares keep their value, and
+    counts are off by what is drafted between two readings at most.
+    """
+    return f"sum by ({by}) (increase({counter(name, selector, position)}[{window}]))"
+
+
+def counter(name: str, selector: str, position: int | None = None) -> str:
+    """PromQL: the series of one of NAMES."""
+    labels = [selector.strip("{} ,"), "" if position is None else f'position="{position}"']
+    return f"vllm:spec_decode_num_{name}_total{{{','.join(filter(None, labels))}}}"
+
+
+def read_prometheus(url: str, window: str, selector: str, until: float) -> Series:
+    """The growth of a model's counters over all replicas, in a window that ends at a Unix time.
+
+    It is empty if no replica has counters at that time, because in a long window the last ones
+    would hide this. Raises ServerError without an answer to the query, CountersError for counters
+    of several models.
+    """
+    server = Server(url)
+
+    def ask(query: str) -> list[tuple[dict[str, str], float]]:
+        answer = server.text(f"/api/v1/query?{urlencode({'query': query, 'time': until})}")
+        try:
+            rows = json.loads(answer)["data"]["result"]
+            return [(row["metric"], float(row["value"][1])) for row in rows]
+        except (ValueError, LookupError, TypeError):
+            raise ServerError(f"{url} does not answer as Prometheus does; correct it.") from None
+
+    models = sorted({row[0].get("model_name", "") for row in ask(counter("drafts", selector))})
+    if len(models) > 1:
+        raise CountersError(
+            f"{url} has counters of several models ({', '.join(models)}); choose one, as "
+            f"--selector '{{model_name=\"{models[0]}\"}}'."
+        )
+    return {
+        (name, int(labels.get("position", 0))): round(count)
+        for name in NAMES
+        for labels, count in ask(increase(name, window, selector, by="position"))
+        if models
+    }

@@ -20,12 +20,16 @@ from scipy.special import stdtrit
 from align.errors import UserError
 from eval.measuring.intervals import FEWEST_CLUSTERS, Measured
 from eval.measuring.runs import Speculation
-from eval.reporting.fields import DraftReport
+from eval.reporting.fields import DraftReport, Report
 
 # Share of false alarms per call. A third of 1% per week, because so far out shares have heavier
 # tails than Student's t; in simulations the result is 1% per week.
 FALSE_ALARMS = 0.01 / 3 / (7 * 24)
 MARGIN = 0.10  # of the accepted share at a position; 40 prompts measure the share to +-0.055
+REMEDY = (
+    "The draft no longer fits the traffic: measure on recent prompts (python -m eval.run --run DIR "
+    "--prompts RECENT --output_dir NEW), then train on such prompts."
+)
 FULL_LENGTH = 0.98  # mean draft length / gamma; drafts near the length limit are shorter
 
 
@@ -87,6 +91,12 @@ class Difference:
         return abs(self.mean) + self.chance(0.05) <= MARGIN
 
     @property
+    def verdict(self) -> str:
+        if self.moved:
+            return "moved away"
+        return "as measured" if self.as_measured else "inconclusive"
+
+    @property
     def lacking(self) -> float:
         """The factor by which the traffic's drafts must grow for an interval of half the margin.
 
@@ -98,16 +108,30 @@ class Difference:
         return self.traffic.error**2 / max(allowed, self.report.error**2 / 4)
 
 
-def measured_acceptance(draft: DraftReport, engine: str) -> list[Estimate]:
+def measured_acceptance(
+    report: Report, draft: DraftReport, temperature: float | None = None
+) -> list[Estimate]:
     """A report's share of drafts whose first i tokens were all accepted, for i = 1…gamma.
 
-    Raises NotComparable if the report's drafts had different lengths.
+    temperature: of the traffic; None: the report's. Raises NotComparable if the report was measured
+    at another temperature or with another rule of acceptance, or if its drafts had several lengths.
     """
+    measured = report.decoding.temperature
+    if temperature not in (None, measured):
+        raise NotComparable(
+            f"The traffic has temperature {temperature:g}, but the report's is {measured:g}, so "
+            f"acceptance differs. Give a report measured with --temperature {temperature:g}."
+        )
+    if measured and report.engine != "vllm":
+        raise NotComparable(
+            f"The report was measured at temperature {measured:g} with {report.engine}, which "
+            f"samples and accepts drafts by other rules than vLLM. Measure with --engine vllm."
+        )
     if draft.counters:
         places = [
             Estimate.of(place, draft.counters.num_drafts) for place in draft.counters.per_position
         ]
-    elif engine == "transformers" or not draft.gamma_policy.startswith("fixed"):
+    elif report.engine == "transformers" or not draft.gamma_policy.startswith("fixed"):
         raise NotComparable(
             f"The report's drafts have several lengths ({draft.gamma_policy}), but an engine's "
             f"have one. Measure with --engine vllm, or with --gamma N and --engine torch."

@@ -1,10 +1,17 @@
 """The command for a cron job: what it says, what it returns, and what it keeps."""
 
+import itertools
 import json
+import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from eval import drift as module
 from eval.drift import main
 from eval.measuring.intervals import measure, share
 from eval.measuring.runs import Speculation
@@ -12,9 +19,12 @@ from eval.reporting.build import build_report
 from eval.reporting.fields import Counters
 from eval.reporting.files import write_report
 from tests.eval.engines.test_counters import page
+from tests.eval.fake_prometheus import FakePrometheus
 from tests.fake_vllm import FakeVllm
 
+ROOT = Path(__file__).resolve().parents[2]
 REAL = Path(__file__).parent / "engines"
+LIGHT = {"filelock", "numpy", "pydantic", "ruamel.yaml", "scipy", "urllib3"}  # docs/serving.md
 SHARES = (0.6, 0.36, 0.22)
 
 
@@ -49,18 +59,47 @@ def drift(report, metrics, *more):
 
 
 @pytest.mark.parametrize(
-    ("drafts", "times", "status", "says"),
+    ("drafts", "times", "status", "moved", "lacking"),
     [
-        (4000, 1.0, 0, "as measured (400 and 4,000 drafts)"),
-        (4000, 0.6, 1, "less is accepted than measured at position 1, 2."),
-        (4000, 1.5, 1, "more is accepted than measured"),
-        (100, 1.0, 3, "about 1,500 more drafts are needed"),
-        (0, 1.0, 3, "drafted nothing"),
+        (4000, 1.0, 0, [], 0),
+        (4000, 0.6, 1, [1, 2], 0),
+        (4000, 1.5, 1, [1, 2], 0),
+        (100, 1.0, 3, [], 1500),
+        (0, 1.0, 3, [], 0),
     ],
 )
-def test_verdicts(report, traffic, capsys, drafts, times, status, says):
+def test_verdicts(report, traffic, capsys, drafts, times, status, moved, lacking):
+    assert drift(report, traffic(drafts, times), "--json") == status
+    result = json.loads(capsys.readouterr().out)
+    assert (result["exit_status"], result["verdict"]) == (status, module.VERDICTS[status])
+    assert result["drafts"] == {"report": 400, "traffic": drafts}
+    found = [place["position"] for place in result["positions"] if place["verdict"] == "moved away"]
+    assert found == moved
+    assert (result["more_drafts_needed"] or 0) == pytest.approx(lacking, rel=0.1)
     assert drift(report, traffic(drafts, times)) == status
-    assert says in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert text.count("moved away") == len(moved) + (status == 1)
+    assert result["reason"] in text
+    assert text.endswith(f"{result['assumed']}.\n")
+
+
+def test_a_monitor_needs_light_packages_only(report, traffic, tmp_path):
+    """On a machine without torch, transformers and the like the whole command runs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.match(r"[\w.-]+", spec)[0] for spec in project["dependencies"]}
+    assert names > LIGHT
+    code = f"""
+import sys
+class Missing:
+    def find_spec(name, path=None, target=None):
+        if name in {names - LIGHT}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing)
+from eval.drift import main
+sys.exit(main(sys.argv[1:4]) + main([sys.argv[1], "--monitoring", "."]))
+"""
+    command = [sys.executable, "-c", code, report, "--metrics", traffic(4000)]
+    subprocess.run(command, check=True, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
 
 
 def test_a_real_server_s_code_is_as_measured_and_its_legal_texts_moved(sample_report, tmp_path):
@@ -117,10 +156,156 @@ def test_a_server_since_the_last_call(report, server, tmp_path):
     assert drift(report, server.url, "--since", last) == 0
 
 
-def test_a_server_or_counters_that_are_not_there(report, server, tmp_path):
-    assert drift(report, "http://127.0.0.1:9") == 4
+def test_a_process_that_started_anew_is_known_by_its_start(report, server, tmp_path):
+    """It has drafted more than the one before, so no counter fell."""
+    last = tmp_path / "last.prom"
+    for start, counts in ((1.7e9, (4000, 2400, 1440, 880)), (1.8e9, (6000, 3600, 2160, 1320))):
+        server.metrics = page(0, *counts) + f"process_start_time_seconds {start}\n"
+        assert drift(report, server.url, "--since", last) == 0
+        assert last.read_text() == server.metrics
+    # another replica, which is older
+    server.metrics = page(0, 7000, 4200, 2520, 1540) + "process_start_time_seconds 1.7e9\n"
+    assert drift(report, server.url, "--since", last) == 2
+
+
+class Balancer(FakeVllm):
+    """In front of two replicas, which answer in turn."""
+
+    page = property(lambda self: next(self.replicas))
+
+
+def test_a_load_balancer_is_refused_and_pointed_to_prometheus(report, capsys, tmp_path):
+    """Mutant: what one replica counted is subtracted from what another one did."""
+    pages = (
+        page(0, drafts, *(round(drafts * share) for share in SHARES))
+        + f"process_start_time_seconds {start}\n"
+        for drafts, start in ((4000, 1.7e9), (9000, 1.6e9))
+    )
+    balancer = Balancer(replicas=itertools.cycle(list(pages)))
+    try:
+        assert drift(report, balancer.url, "--json", "--since", tmp_path / "last.prom") == 2
+    finally:
+        balancer.stop()
+    assert "--prometheus" in json.loads(capsys.readouterr().out)["reason"]
+    assert not (tmp_path / "last.prom").exists()
+
+
+def test_a_server_or_counters_that_are_not_there(report, server, prometheus, capsys):
+    assert drift(report, "http://127.0.0.1:9", "--json") == 4
+    assert json.loads(capsys.readouterr().out)["verdict"] == "no counters"
     server.metrics = "vllm:num_requests_running 0.0\n"
     assert drift(report, server.url) == 4
+    assert main([report, "--prometheus", server.url]) == 4  # not Prometheus
+    empty = prometheus([])
+    assert main([report, "--prometheus", empty.url]) == 4
+    empty.fails = 503
+    assert main([report, "--prometheus", empty.url]) == 4
+    empty.fails = 400  # the selector is wrong
+    assert main([report, "--prometheus", empty.url, "--selector", "{"]) == 2
+
+
+# --- Prometheus
+
+
+@pytest.fixture
+def prometheus():
+    """Makes a FakePrometheus of series."""
+    made = []
+
+    def make(series):
+        made.append(FakePrometheus(series))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop()
+
+
+WEEK, START, SCRAPE = 7 * 24 * 3600, 1_790_000_000, 15
+
+
+def replica(rng, instance, shares=SHARES, begins=0, before=0, restarts_at=None):
+    """The series of a replica from `begins` on, and its counts. before: drafts before the week."""
+    times = np.arange(begins + rng.uniform(0, SCRAPE), WEEK, SCRAPE)
+    new = {("drafts", None): rng.poisson(3 + 2 * np.sin(times / 43200))}
+    accepted = new["drafts", None]
+    for i, (now, earlier) in enumerate(zip(shares, (1, *shares), strict=False)):
+        accepted = rng.binomial(accepted, now / earlier)
+        new["accepted_tokens_per_pos", i] = accepted
+    new["accepted_tokens", None] = sum(new["accepted_tokens_per_pos", i] for i in range(3))
+    new["draft_tokens", None] = 3 * new["drafts", None]
+    counters = {}
+    for key, counts in new.items():
+        values = np.cumsum(counts) + before * counts.sum() // new["drafts", None].sum()
+        if restarts_at is not None:
+            after = times >= restarts_at
+            values[after] -= values[~after][-1]
+        counters[key] = values
+    truth = {key: counts.sum() for key, counts in new.items()}
+    return ({"instance": instance, "model_name": "m"}, START + times, counters), truth
+
+
+def test_three_replicas_with_a_restart_add_up_to_the_truth(
+    report, prometheus, tmp_path, monkeypatch, capsys
+):
+    rng = np.random.default_rng(0)
+    replicas = [
+        replica(rng, "a", before=500_000),
+        replica(rng, "b", before=9_000, restarts_at=3.4 * 24 * 3600),
+        replica(rng, "c", begins=2 * 24 * 3600),
+    ]
+    server = prometheus([series for series, _ in replicas])
+    truth = {key: sum(counts[key] for _, counts in replicas) for key in replicas[0][1]}
+
+    def call(hour, last):
+        monkeypatch.setattr(module, "time", lambda: START + hour * 3600)
+        status = main([report, "--prometheus", server.url, "--since", str(last), "--json"])
+        return status, json.loads(capsys.readouterr().out)
+
+    def counts(result):
+        drafts = result["drafts"]["traffic"]
+        return np.array([drafts, *(place["traffic"] * drafts for place in result["positions"])])
+
+    expected = [truth["drafts", None], *(truth["accepted_tokens_per_pos", i] for i in range(3))]
+    week, hourly = tmp_path / "week", tmp_path / "hourly"
+    week.write_text(str(START))
+    status, result = call(168, week)
+    assert status == 0
+    assert counts(result) == pytest.approx(expected, rel=2e-4)
+    # each hour: what is not decided is counted again by the next call
+    found = pending = np.zeros(4)
+    for hour in range(1, 169):
+        status, result = call(hour, hourly)
+        assert status in (0, 3)
+        pending = counts(result)
+        if hourly.read_text() == f"{START + hour * 3600}\n":
+            found, pending = found + pending, np.zeros(4)
+    assert found + pending == pytest.approx(expected, rel=2e-3)
+
+
+def test_prometheus_finds_what_moved_in_one_replica_and_asks_for_one_model(
+    report, prometheus, monkeypatch
+):
+    rng = np.random.default_rng(1)
+    other, _ = replica(rng, "b", shares=(0.2, 0.04, 0.01))
+    server = prometheus([replica(rng, "a")[0], other])
+    monkeypatch.setattr(module, "time", lambda: START + WEEK)
+    arguments = [report, "--prometheus", server.url, "--selector", '{job="vllm"}', "--hours", "12"]
+    assert main(arguments) == 1
+    assert all('{job="vllm"}' in query for query in server.queries)
+    assert sum("[43200s]" in query for query in server.queries) == 4
+    other[0]["model_name"] = "n"
+    assert main(arguments) == 2
+
+
+def test_servers_that_went_down_are_missed_though_the_window_has_their_counts(
+    report, prometheus, monkeypatch, tmp_path
+):
+    server, since = prometheus([replica(np.random.default_rng(2), "a")[0]]), tmp_path / "since"
+    for seconds, status in ((0, 0), (600, 4)):
+        since.write_text(str(START))
+        monkeypatch.setattr(module, "time", lambda now=START + WEEK + seconds: now)
+        assert main([report, "--prometheus", server.url, "--since", str(since)]) == status
 
 
 def test_input_of_no_use(report, traffic, tmp_path, capsys):
@@ -145,5 +330,16 @@ def test_input_of_no_use(report, traffic, tmp_path, capsys):
     other = json.loads((tmp_path / "report.json").read_text()) | {"schema": "draftsmith-report/2"}
     (tmp_path / "other.json").write_text(json.dumps(other))
     refused("draftsmith-report/1", tmp_path / "other.json", "--metrics", now)
+    refused("holds no time", report, "--prometheus", "http://127.0.0.1:9", "--since", now)
+    refused("traffic has temperature 0.7", report, "--metrics", now, "--temperature", "0.7")
     with pytest.raises(SystemExit, match="2"):
         main([report])
+
+
+def test_sampled_outputs_of_another_decoder_are_not_judged(sample_report, traffic, tmp_path):
+    """vLLM drafts the likeliest token where it samples: acceptance differs, and nothing moved."""
+    sample_report.decoding.temperature = 0.7
+    for engine, status in (("torch", 2), ("vllm", 1)):
+        sample_report.engine = engine
+        write_report(tmp_path, sample_report)
+        assert drift(str(tmp_path / "report.json"), traffic(4000, 0.6)) == status

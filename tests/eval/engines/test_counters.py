@@ -19,6 +19,7 @@ TWO_ENGINES = """
 vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0
 vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 2.0
 vllm:spec_decode_num_drafts_created{engine="0"} 1.7e+09
+process_start_time_seconds 1.6e+09
 vllm:spec_decode_num_draft_tokens 36
 vllm:spec_decode_num_accepted_tokens_total{engine="0"} 1.2e+01
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 4.0
@@ -54,26 +55,23 @@ def test_what_came_since():
     assert total(growth({}, now)) == (150, 300, 125, [80, 45])
 
 
-def test_an_engine_that_started_anew_counts_from_nothing_and_the_other_goes_on():
-    before = read_series(page(0, 100, 60, 30) + page(1, 100, 60, 30))
-    now = read_series(page(0, 150, 80, 20) + page(1, 150, 80, 45))  # at position 1 engine 0 fell
-    assert total(growth(before, now)) == (200, 400, 135, [100, 35])
+def test_a_process_whose_counter_fell_counts_from_nothing():
+    before, now = read_series(page(0, 100, 60, 30)), read_series(page(0, 150, 80, 20))
+    assert total(growth(before, now)) == (150, 300, 100, [80, 20])
     shorter = read_series(page(0, 150, 80))  # restarted with another draft length
     assert total(growth(read_series(page(0, 100, 60, 30)), shorter)) == (150, 150, 80, [80])
 
 
-def test_an_idle_engine_and_an_idle_position_are_not_taken_for_started_anew():
+def test_an_idle_process_and_an_idle_position_are_not_taken_for_started_anew():
     """Else all that was served since the server's start would count as traffic of the last hour."""
-    before = read_series(page(0, 100, 60, 0) + page(1, 100, 60, 30))
-    idle = read_series(page(0, 100, 60, 0) + page(1, 150, 80, 45))
-    assert total(growth(before, idle)) == (50, 100, 35, [20, 15])
+    before, idle = read_series(page(0, 100, 60, 0)), read_series(page(0, 150, 80, 0))
+    assert total(growth(before, idle)) == (50, 100, 20, [20, 0])
     assert total(growth(before, before)) == (0, 0, 0, [0, 0])
 
 
 def test_a_process_that_started_anew_counts_from_nothing_though_it_has_drafted_more():
     def of(started, drafts, accepted):
-        created = f'vllm:spec_decode_num_drafts_created{{engine="0",model_name="target"}} {started}'
-        return read_series(page(0, drafts, accepted) + created + "\n")
+        return read_series(page(0, drafts, accepted) + f"process_start_time_seconds {started}\n")
 
     old, new = of(1.7e9, 1000, 600), of(1.8e9, 1500, 700)
     assert total(growth(old, new)) == (1500, 1500, 700, [700])

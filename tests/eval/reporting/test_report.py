@@ -166,9 +166,8 @@ def test_paths_of_ngram_drafts_are_the_decoders():
     assert (fields.NGRAM, fields.NGRAM_FIRST) == (lookup.LOOKUP, lookup.LOOKUP_FIRST)
 
 
-@pytest.mark.parametrize("module", ["eval.drift", "eval.reporting.files"])
-def test_reading_a_report_needs_no_torch(module):
-    code = f"import {module}, sys; print({{'torch', 'transformers'}} & set(sys.modules))"
+def test_reading_a_report_needs_no_torch():
+    code = "import eval.reporting.files, sys; print({'torch', 'transformers'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "set()\n"
 

@@ -150,12 +150,14 @@ def test_counts_that_say_nothing_of_the_report(counts, reason):
 
 
 def test_what_a_report_promises(run_info, measurement):
-    draft = build_report(run_info, [measurement("tuned", 0.6)]).drafts["tuned"]
-    promised = measured_acceptance(draft, "torch")
+    report = build_report(run_info, [measurement("tuned", 0.6)])
+    draft = report.drafts["tuned"]
+    promised = measured_acceptance(report, draft)
     assert [one.mean for one in promised] == [place.marginal.mean for place in draft.per_position]
     assert promised[0].drafts == 400
-    with pytest.raises(NotComparable, match="several lengths"):
-        measured_acceptance(draft, "transformers")
-    stops = measurement("tuned", 0.6, gamma_policy="stops below 0.4")
+    stops = build_report(run_info, [measurement("tuned", 0.6, gamma_policy="stops below 0.4")])
     with pytest.raises(NotComparable, match=r"stops below 0.4.*--gamma N"):
-        measured_acceptance(build_report(run_info, [stops]).drafts["tuned"], "torch")
+        measured_acceptance(stops, stops.drafts["tuned"])
+    report.engine = "transformers"
+    with pytest.raises(NotComparable, match="several lengths"):
+        measured_acceptance(report, draft)
