@@ -1,4 +1,4 @@
-"""The alert rules and the dashboard of a report; promtool and Grafana have checked such files."""
+"""The alert rules and the dashboard of a report; promtool has checked such rules."""
 
 import json
 import math
