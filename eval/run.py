@@ -8,6 +8,7 @@
     python -m eval.run --engine vllm --gamma 4 --target T --draft D --prompts P
     python -m eval.run --engine vllm --base_url URL --baseline_url URL --prompts P
     python -m eval.run --engine vllm … --concurrency 1,4,8            at steady loads
+    python -m eval.run --engine llama.cpp …                           as vllm, in llama-server
     python -m eval.run --engine transformers --gamma 3 --target T --draft D --prompts P
 
 Exit status: 0; 1 if the lower bound of the last draft's 95% interval is below --fail_under_alpha or
@@ -44,11 +45,12 @@ from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
 from eval.decoding.target import load_target, stop_tokens
 from eval.decoding.verification import Sampling
+from eval.engines.engine_server import Servers
+from eval.engines.llama_cpp import LlamaServers
 from eval.engines.load import GOODPUT, Load
-from eval.engines.local_vllm import vllm_python
+from eval.engines.local_vllm import VllmServers
 from eval.engines.served import measure_servers, measure_started
 from eval.engines.transformers_assisted import load_drafts, measure_assisted
-from eval.engines.vllm import VllmServer
 from eval.measuring.evaluation import Plan, context_length, evaluate
 from eval.measuring.intervals import FEWEST_CLUSTERS
 from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
@@ -65,6 +67,8 @@ from eval.reporting.build import build_report
 from eval.reporting.fields import DraftReport, Report
 from eval.reporting.files import write_report
 from eval.reporting.text import print_summary
+
+SERVED: dict[str, type[Servers]] = {"vllm": VllmServers, "llama.cpp": LlamaServers}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -103,7 +107,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         type=_sizes,
         default=[],
         metavar="N",
-        help="draft length; default: chosen on prompts that are not evaluated; engine vllm takes "
+        help="draft length; default: chosen on prompts that are not evaluated; servers take "
         "several, as 2,4; with --base_url: the draft length of the servers",
     )
     add("--max_gamma", type=int, default=6, help="longest draft length that is tried")
@@ -112,28 +116,28 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add(
         "--tuning_prompts", type=int, default=8, help="prompts set aside to choose the draft length"
     )
-    add("--engine", choices=["torch", "transformers", "vllm"], default="torch")
+    add("--engine", choices=["torch", "transformers", *SERVED], default="torch")
     add(
         "--base_url",
         action="append",
         default=[],
         metavar="[NAME=]URL",
-        help="engine vllm: a running server with a draft, repeatable; default: servers start here",
+        help="a running server with a draft, repeatable; default: servers start here",
     )
-    add("--baseline_url", help="engine vllm: a running server of the same target without a draft")
+    add("--baseline_url", help="a running server of the same target without a draft")
     add(
         "--concurrency",
         type=_sizes,
         default=[],
         metavar="N,N,…",
-        help="engine vllm: also measure with N requests at a time, as 1,4,8,32",
+        help="servers: also measure with N requests at a time, as 1,4,8,32",
     )
     add(
         "--request_rate",
         type=_rates,
         default=[],
         metavar="N,N,…",
-        help="engine vllm: also measure with N new requests per second, at random times",
+        help="servers: also measure with N new requests per second, at random times",
     )
     add(
         "--goodput",
@@ -162,7 +166,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         given = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args))))
         parser.set_defaults(**_of_run(args.run, given))
         args = parser.parse_args(argv)
-    args.served = args.engine == "vllm" and bool(args.base_url or args.baseline_url)
+    args.served = args.engine in SERVED and bool(args.base_url or args.baseline_url)
     args.loads = [Load(concurrency=n) for n in args.concurrency]
     args.loads += [Load(rate=rate) for rate in args.request_rate]
     args.draft_length = args.gamma[0] if args.gamma else None
@@ -178,17 +182,17 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
         yield f"one process measures, not {processes} at once; start it with python -m eval.run"
     if args.long_prompts == "truncate_left" and args.max_prompt_length is None:
         yield "--long_prompts truncate_left needs --max_prompt_length, the number of tokens to keep"
-    if engine == "vllm" and args.long_prompts == "truncate_left":
-        yield "engine vllm renders whole prompts; give --long_prompts drop, or shorter --prompts"
-    if engine != "vllm" and several:
+    if engine in SERVED and args.long_prompts == "truncate_left":
+        yield f"engine {engine} renders whole prompts; give --long_prompts drop, or other --prompts"
+    if engine not in SERVED and several:
         yield f"engine {engine} takes one --gamma, not {args.gamma}"
-    if engine != "vllm" and args.loads:
-        yield f"--concurrency and --request_rate need engine vllm; omit them with engine {engine}"
+    if engine not in SERVED and args.loads:
+        yield f"--concurrency and --request_rate need a server; omit them with engine {engine}"
     if args.goodput and not args.loads:
         yield "--goodput needs a load; give --concurrency or --request_rate"
     if args.served:
         if not (args.base_url and args.baseline_url and args.prompts):
-            yield "engine vllm needs --base_url, --baseline_url and --prompts"
+            yield "running servers need --base_url, --baseline_url and --prompts"
         if several:
             yield f"--base_url takes one --gamma, not {args.gamma}; a server has one draft length"
         if args.max_prompt_length and args.run is None:
@@ -263,10 +267,13 @@ def _of_run(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     defaults |= {"output_dir": folder, "tuning": folder / "prompts" / "tuning.jsonl"}
     if given.draft is None:
         tuned = folder / "draft"
-        drafts = [f"untuned={recipe['draft'] or folder / 'prepared'}", f"tuned={tuned}"]
+        prepared = folder / "prepared"
+        drafts = [f"untuned={recipe['draft'] or prepared}", f"tuned={tuned}"]
+        if given.engine in SERVED and (prepared / "compact.json").is_file():
+            del drafts[0]  # no engine loads its trimmed vocabulary
         if given.engine != "transformers":  # that engine is measured with checkpoints only
-            drafts.insert(1, "lookup=prompt-lookup")
-        if given.engine in (None, "torch"):  # the other engines cannot put n-grams before a draft
+            drafts.insert(-1, "lookup=prompt-lookup")
+        if given.engine in (None, "torch", "llama.cpp"):  # others put no n-grams before a draft
             drafts.append(f"tuned+lookup=lookup-first:{tuned}")
         defaults["draft"] = drafts
     if given.prompts is None:
@@ -299,7 +306,7 @@ def _prompt_sets(
         return render_set(args.prompts, asked, tokenizer, room, args.max_new_tokens, *lengths, rows)
 
     loaded = load_prompts(args.prompts, args.max_prompts, args.seed)
-    if args.engine != "vllm":
+    if args.engine not in SERVED:
         refuse_server_only(loaded)
     prompts = rendered(loaded)
     prompts = replace(prompts, overlap=args.overlap)
@@ -361,18 +368,25 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
 
 
 def _measure_in_engine(args: argparse.Namespace) -> Report:
-    """The report of transformers, or of vLLM servers that are started here."""
+    """The report of transformers, or of servers that are started here."""
     use_machine()
-    if args.engine == "vllm":
-        vllm_python()  # raises EngineMissing before the target is read
+    if args.engine in SERVED:
+        SERVED[args.engine].program()  # missing? before the target is read
     tokenizer = load_tokenizer(args.target)
     evaluation, _ = _prompt_sets(args, tokenizer, load_config(args.target))
     prompts = evaluation.drawn(args.speed_prompts, args.seed)  # the reference decoder's prompts
     drafts, made_by = _by_name(args.draft), _made_by(args)
-    if args.engine == "vllm":
-        lengths, decoding = args.gamma, _decoding(args)
+    if args.engine in SERVED:
         return measure_started(
-            args.target, drafts, lengths, prompts, decoding, made_by, args.loads, args.goodput
+            SERVED[args.engine],
+            args.target,
+            drafts,
+            args.gamma,
+            prompts,
+            _decoding(args),
+            made_by,
+            args.loads,
+            args.goodput,
         )
     dtype = getattr(torch, args.dtype)
     model = load_model(args.target, dtype, args.device)
@@ -397,9 +411,10 @@ def _measure_servers(args: argparse.Namespace) -> Report:
     prompts = in_chat_form(
         prompts, args.instruction, chat_template=True, template_kwargs=args.chat_template_kwargs
     )
+    client = SERVED[args.engine].client
     return measure_servers(
-        {name: VllmServer(url) for name, url in _by_name(args.base_url, "served").items()},
-        VllmServer(args.baseline_url),
+        {name: client(url) for name, url in _by_name(args.base_url, "served").items()},
+        client(args.baseline_url),
         PromptSet(args.prompts, prompts, [], args.overlap),
         _decoding(args),
         _made_by(args),

@@ -1,4 +1,4 @@
-"""A vLLM server made up for tests: it records what it is started and asked with, and can fail."""
+"""A vLLM or llama-server made up for tests: it records what it is asked with, and can fail."""
 
 import json
 import threading
@@ -46,6 +46,8 @@ class FakeVllm(ThreadingHTTPServer):
         self.max_logprobs, self.max_model_len = 1000, 4096
         self.token_ids = True  # whether a stream has them
         self.lost = 0  # tokens that a stream counts, but lacks
+        self.unnamed = ()  # numbers of tokens whose ids a llama-server's stream does not have
+        self.counter = "vllm"  # the start of a counter's name
         self.metrics = True  # whether there is a page of counters; a text: that page
         self.counts = changes.get("step", 1) > 1  # whether the page counts speculation
         self.other_drafts = 0  # of other users, with each response
@@ -60,6 +62,7 @@ class FakeVllm(ThreadingHTTPServer):
         self.location = None  # every request is redirected there
         self.__dict__.update(changes)
         self.requests, self.lock = [], threading.Lock()
+        self.known = []  # ids in a llama-server's cache
         self.drafts = self.responses = self.active = self.most_active = 0
         threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
 
@@ -83,7 +86,7 @@ class FakeVllm(ThreadingHTTPServer):
             others = self.other_drafts * self.responses
             counts = {"drafts": self.drafts + others, "accepted_tokens": self.drafts * accepted}
             counts["draft_tokens"] = self.drafts * self.gamma + others
-            start = "vllm:spec_decode_num"
+            start = f"{self.counter}:spec_decode_num"
             for name, value in counts.items():
                 lines.append(f'{start}_{name}_total{{engine="0"}} {value:.1f}')
                 lines.append(f'{start}_{name}_created{{engine="0"}} 1.7e+09')
@@ -134,6 +137,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.reply({})
         elif self.path == "/version":
             self.reply({"version": "0.32.0"})
+        elif self.path == "/props":
+            self.reply({"build_info": "b10434-abc"})
         elif self.path == "/metrics" and server.metrics:
             self.reply(server.page)
         else:
@@ -155,9 +160,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def complete(self, body):
         server = self.server
-        if self.path not in {"/v1/completions", "/v1/chat/completions", *server.routes}:
+        if self.path == "/apply-template":
+            return self.reply({"prompt": json.dumps(body["messages"])})
+        if self.path == "/tokenize" and "content" in body:
+            return self.reply({"tokens": server.model.ids({"prompt": body["content"]})})
+        if self.path == "/completion":
+            ids, body = body["prompt"], {"max_tokens": body["n_predict"], "model": "", **body}
+            known, server.known = (server.known if body["cache_prompt"] else []), ids
+            body["wide"] = ids[:-1] != known[: len(ids) - 1]
+        elif self.path not in {"/v1/completions", "/v1/chat/completions", *server.routes}:
             return self.reply({"error": "not found"}, 404)
-        if body["model"] not in server.names:
+        elif body["model"] not in server.names:
             return self.reply({"error": f"The model `{body['model']}` does not exist."}, 404)
         prompt = body.get("prompt")
         ids = prompt if isinstance(prompt, list) else server.model.ids(body)
@@ -181,6 +194,8 @@ class _Handler(BaseHTTPRequestHandler):
             status, headers = fault if isinstance(fault, tuple) else (fault, {})
             return self.reply({"error": f"fault {status}"}, status, headers.items())
         tokens, rows, finish = server.model.write(ids, body)
+        if self.path == "/completion":
+            return self.complete_llama(ids, tokens, rows, finish, body)
         if body.get("stream"):
             return self.stream(ids, tokens, finish, "messages" in body)
         choice = {"finish_reason": finish, "token_ids": tokens, "prompt_token_ids": ids}
@@ -195,6 +210,39 @@ class _Handler(BaseHTTPRequestHandler):
         if server.mangle is not None:
             server.mangle(sent)
         self.reply(sent, cut=fault == "cut")
+
+    def complete_llama(self, ids, tokens, rows, finish, body):
+        """As llama-server: a stream has each token in a message, with the time of its step."""
+        server, times, done = self.server, [], 0
+        while done < len(tokens):
+            step = min(server.step if done else server.first, len(tokens) - done)
+            times += [len(times)] * step
+            with server.lock:
+                server.drafts += server.step > 1 and done > 0
+            done += step
+        if not body.get("stream"):
+            top = [[{"id": i, "logprob": p} for i, p in row.items()] for row in rows or []]
+            told = [{"id": i, "top_logprobs": t} for i, t in zip(tokens, top, strict=bool(rows))]
+            return self.reply(
+                {"tokens": tokens} | ({"completion_probabilities": told} if rows else {})
+            )
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for i, (token, at) in enumerate(zip(tokens, times, strict=True)):
+            if i > 5 and server.responses > server.dies_after:
+                self.close_connection = True
+                return
+            if i not in server.unnamed:
+                self.event(
+                    {"content": "x", "tokens": [token], "tokens_predicted": i + 1}
+                    | {"timings": {"predicted_ms": at}}
+                )
+        self.event(
+            {"content": "", "tokens": [], "tokens_predicted": len(tokens)}
+            | {"timings": {"predicted_ms": at}, "stop_type": {"length": "limit"}.get(finish, "eos")}
+        )
+        self.wfile.write(b"0\r\n\r\n")
 
     def stream(self, ids, tokens, finish, chat):
         """A chat sends the prompt's ids in a separate message, a completion with its first."""

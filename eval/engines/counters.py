@@ -16,7 +16,8 @@ from eval.measuring.runs import Speculation
 
 NAMES = "drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"
 LINE = re.compile(
-    rf"^(?:vllm:spec_decode_num_(?P<name>{'|'.join(NAMES)})(?:_total)?|process_start_time_seconds)"
+    r"^(?:(?:vllm|llamacpp):spec_decode_num_"
+    rf"(?P<name>{'|'.join(NAMES)})(?:_total)?|process_start_time_seconds)"
     r"(?:\{(?P<labels>.*)\})? (?P<value>\S+)",
     re.MULTILINE,
 )

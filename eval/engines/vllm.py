@@ -1,13 +1,9 @@
-"""A vLLM server as an engine: output tokens with their times, and counts of speculation.
-
-Outputs are streamed with token ids. The counts are differences of the counters vllm:spec_decode_*
-at /metrics (docs.vllm.ai) before and after each request.
-"""
+"""A vLLM server as an engine: output tokens with their times, by vLLM's OpenAI API."""
 
 from __future__ import annotations
 
+import math
 import time
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,38 +11,23 @@ import numpy as np
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.prompt_run import PromptRun
 from eval.engines.comparison import Output, PromptOutputs
-from eval.engines.counters import Series, between, read_series
-from eval.engines.divergences import Logprobs, explain, read_output
-from eval.engines.server import UNPENALISED, Server, ServerError
+from eval.engines.divergences import TOP, Logprobs, explain
+from eval.engines.engine_server import EngineServer
+from eval.engines.server import UNPENALISED, ServerError, token_ids
 from eval.prompts import Prompt, chat_request
 
 
-class VllmServer(Server):
-    """A vLLM server as an `Engine`. Its methods raise ServerError if a request fails."""
+class VllmServer(EngineServer):
+    """A vLLM server as an `Engine`."""
 
-    @cached_property
+    engine = "vllm"
+
+    @property
     def version(self) -> str | None:
-        """vLLM's version; None if the server does not report it."""
-        try:
-            return str(self.ask("/version")["version"])
-        except (ServerError, LookupError, TypeError):
-            return None
-
-    def counters(self) -> Series:
-        """The server's counters of speculation now; empty if it has none."""
-        try:
-            return read_series(self.text("/metrics"))
-        except ServerError:  # speed can be measured without counters
-            return {}
-
-    def decode(self, prompt: Prompt, decoding: Decoding) -> Output:
-        """The output for one prompt with its counts; the server must have no other request."""
-        before = self.counters()
-        output = self.generate(prompt, decoding)
-        return output._replace(counters=between(before, self.counters()))
+        return self.told("/version", "version")
 
     def generate(self, prompt: Prompt, decoding: Decoding) -> Output:
-        """The output for one prompt, streamed; each message with tokens is a speculation step."""
+        """As in EngineServer; each message with tokens is a speculation step."""
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": decoding.max_new_tokens,
@@ -67,10 +48,8 @@ class VllmServer(Server):
         prompt_ids: list[int] = []
         usage: dict[str, int] = {}
         finish = None
-        for message in self.stream(path, body, f" to prompt {prompt.id!r}"):
+        for message in self.messages(path, body, prompt):
             now = time.perf_counter()
-            if error := message.get("error"):
-                raise ServerError(f"{self.url} failed at prompt {prompt.id!r}: {error}")
             usage = message.get("usage") or usage
             prompt_ids = message.get("prompt_token_ids") or prompt_ids  # in a chat completion
             for choice in message.get("choices", []):
@@ -97,7 +76,12 @@ class VllmServer(Server):
 
     def read(self, greedy: Output) -> list[Logprobs] | str:
         """The log-probabilities of this server for its own output, or why there are none."""
-        return read_output(self, greedy.prompt_ids, greedy.run.tokens)
+        if not greedy.prompt_ids:
+            return "the server did not return the prompt's token ids"
+        try:
+            return self.read_wide(greedy.prompt_ids, greedy.run.tokens)
+        except ServerError as failure:
+            return str(failure)
 
     def explain(
         self, plain: Output, with_draft: PromptOutputs, position: int, greedy: Decoding
@@ -105,3 +89,46 @@ class VllmServer(Server):
         """As in `Engine`, by log-probabilities of this server and of the server with the draft."""
         outputs = plain.run.tokens, with_draft.greedy.run.tokens
         return explain(self, with_draft.reading, plain.prompt_ids, outputs, position)
+
+    def written(self, prompt: list[int], count: int) -> tuple[list[int], list[Logprobs]]:
+        """As in `Judge`."""
+        return self._asked(prompt, max_tokens=count)
+
+    def read_wide(self, prompt: list[int], output: list[int]) -> list[Logprobs]:
+        """As in `Judge`."""
+        # max_tokens=1, because servers generate at least one token; it is ignored
+        tokens, logprobs = self._asked(prompt + output, max_tokens=1, echo=True)
+        positions = slice(len(prompt), len(prompt) + len(output))
+        if tokens[positions] != output:
+            raise ServerError(f"{self.url} returned other tokens than the request had")
+        return logprobs[positions]
+
+    def read_from(self, prompt: list[int], output: list[int], at: int) -> list[Logprobs]:
+        """As in `Judge`."""
+        return self.read_wide(prompt, output)
+
+    def _asked(self, ids: list[int], **request: Any) -> tuple[list[int], list[Logprobs]]:
+        """The tokens that the server generates after `ids` (echo=True: `ids` first), Logprobs each.
+
+        Raises ServerError if a token has none; only the first token of a prompt may have none.
+        """
+        body = {"model": self.model, "prompt": ids, "temperature": 0.0, **UNPENALISED, **request}
+        asked = {"logprobs": TOP, "return_tokens_as_token_ids": True}
+        answer = self.ask("/v1/completions", body | asked)
+        try:
+            sent = answer["choices"][0]["logprobs"]
+            tokens = token_ids(sent["tokens"])
+            tops = [top or {} for top in sent["top_logprobs"]]
+            logprobs = [
+                dict(zip(token_ids(top), map(float, top.values()), strict=True)) for top in tops
+            ]
+            told = [
+                token in seen and all(map(math.isfinite, seen.values()))
+                for token, seen in zip(tokens, logprobs, strict=True)
+                if seen
+            ]
+        except (LookupError, TypeError, AttributeError, ValueError):
+            told = []
+        if not told or not all(told) or len(told) < len(tokens) - request.get("echo", False):
+            raise ServerError("the server returned no log-probabilities")
+        return tokens, logprobs

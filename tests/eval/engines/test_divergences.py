@@ -18,6 +18,7 @@ from eval.engines.comparison import (
     there_and_back,
 )
 from eval.engines.divergences import WIDEST_TIE
+from eval.engines.llama_cpp import LlamaServer
 from eval.engines.served import measure_servers
 from eval.engines.vllm import VllmServer
 from eval.prompts import Prompt, PromptSet
@@ -74,7 +75,8 @@ class Served(Constant):
         text, rows = [], []
         for place in range(body["max_tokens"]):
             before = [*ids, *text]
-            logprobs = self.model.logprobs(before, self.forward)
+            wide = body.get("wide") and not place
+            logprobs = self.model.logprobs(before, "prefill" if wide else self.forward)
             unverified = self.draft is not None and place % 3 == 2
             written = self.draft.logprobs(before, "draft") if unverified else logprobs
             text.append(int(written.argmax()))
@@ -86,14 +88,15 @@ class Served(Constant):
         return [self.row(logprobs, token) for logprobs, token in zip(prefill, ids[1:], strict=True)]
 
 
-@pytest.fixture
-def texts(fake):
+@pytest.fixture(params=[VllmServer, LlamaServer])
+def texts(fake, request):
     """The ledger of a server of a model that drafts against a server of it that does not."""
 
     def compare(model, drafting, plain=None):
+        client = request.param
         report = measure_servers(
-            {"served": VllmServer(fake(3, Served("blocks of 3", model, **drafting)).url, 5.0)},
-            VllmServer(fake(1, Served("blocks of 1", model, **plain or {})).url, 5.0),
+            {"served": client(fake(3, Served("blocks of 3", model, **drafting)).url, 5.0)},
+            client(fake(1, Served("blocks of 1", model, **plain or {})).url, 5.0),
             PromptSet("made up", PROMPTS, []),
             Decoding(Sampling(), frozenset(), LENGTH),
             {"command": "test"},
@@ -170,7 +173,9 @@ def test_a_change_behind_a_tie_is_found(texts):
     assert all(re.search(r"its token \d+ lies \d.* nats behind", entry.why) for entry in behind)
 
 
-@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize(
+    ("texts", "side"), [(VllmServer, 0), (VllmServer, 1), (LlamaServer, 1)], indirect=["texts"]
+)
 def test_a_server_without_logprobs_leaves_the_divergence_named(texts, side):
     silent = [{}, {}]
     silent[side] = {"silent": True}
@@ -189,5 +194,6 @@ def test_the_server_that_drafts_cannot_excuse_itself(texts):
     assert liar.unexplained == honest.unexplained >= 4
 
 
+@pytest.mark.parametrize("texts", [VllmServer], indirect=True)
 def test_a_server_that_is_sure_of_the_other_token_sees_no_tie(texts):
     assert texts(Model(), {"stretch": 30})[0].unexplained

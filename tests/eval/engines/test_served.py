@@ -11,7 +11,8 @@ from align.to_gguf import write_gguf
 from align.vocabulary import read_vocabulary
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
-from eval.engines import served
+from eval.engines import local_vllm
+from eval.engines.local_vllm import VllmServers
 from eval.engines.served import measure_servers, measure_started
 from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer
@@ -150,8 +151,8 @@ def test_a_server_that_is_down(fake):
 @pytest.mark.parametrize(
     ("faults", "reason"),
     [
-        ({"counts": False}, "no counters vllm:spec_decode_*"),
-        ({"metrics": False}, "no counters vllm:spec_decode_*"),
+        ({"counts": False}, "no counters spec_decode_*"),
+        ({"metrics": False}, "no counters spec_decode_*"),
         ({"other_drafts": 50}, "other clients used the server"),
         ({"step": 1, "counts": True}, "nothing was drafted"),
     ],
@@ -219,8 +220,8 @@ def start(monkeypatch):
 
     def replaced(make=lambda config: FakeVllm(step=config["num_speculative_tokens"])):
         starter = Starter(lambda config: FakeVllm() if config is None else make(config))
-        monkeypatch.setattr(served, "serve_vllm", starter.serve)
-        monkeypatch.setattr("eval.run.vllm_python", lambda: None)
+        monkeypatch.setattr(local_vllm, "serve_vllm", starter.serve)
+        monkeypatch.setattr(VllmServers, "program", lambda: None)
         return starter
 
     return replaced
@@ -342,7 +343,7 @@ def draft_in_vllm(start, target, draft, look=Path):
         return FakeVllm(step=3)
 
     start(make)
-    measure_started(target, {"tuned": draft}, [4], ONE_PROMPT, SHORT, {})
+    measure_started(VllmServers, target, {"tuned": draft}, [4], ONE_PROMPT, SHORT, {})
     return found[0]
 
 
@@ -374,7 +375,9 @@ def test_a_gguf_target_is_named_with_its_quantisation(tmp_path, start):
     write_gguf(tmp_path / "target", tmp_path / "t.gguf", "q8_0")
     start(lambda config: FakeVllm(step=3))
     drafts = {"lookup": "prompt-lookup"}
-    report = measure_started(str(tmp_path / "t.gguf"), drafts, [2], ONE_PROMPT, SHORT, {})
+    report = measure_started(
+        VllmServers, str(tmp_path / "t.gguf"), drafts, [2], ONE_PROMPT, SHORT, {}
+    )
     assert report.target_named.endswith("t.gguf (GGUF Q8_0)")
 
 
@@ -392,7 +395,7 @@ def test_vllm_maps_the_ids_of_a_draft_that_has_its_own(tmp_path, start, rows, ow
         path.write_text(json.dumps(tokenizer))
     starter = start(lambda config: FakeVllm(step=3))
     drafts = {"lookup": "prompt-lookup", "own": str(tmp_path / "draft")}
-    measure_started(str(tmp_path / "target"), drafts, [2], ONE_PROMPT, SHORT, {})
+    measure_started(VllmServers, str(tmp_path / "target"), drafts, [2], ONE_PROMPT, SHORT, {})
     configs = [config for _, _, config in starter.started if config]
     mapped = {c["method"]: c.get("use_heterogeneous_vocab", False) for c in configs}
     assert mapped == {"ngram": False, "draft_model": own_ids}

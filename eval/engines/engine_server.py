@@ -1,0 +1,108 @@
+"""What all servers have in common as engines: streamed outputs, and counts of speculation.
+
+vLLM and llama-server have counters spec_decode_* at /metrics (docs.vllm.ai; llama.cpp's
+tools/server/README.md). An output's counts are their differences before and after its request.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eval.decoding.loop import Decoding
+from eval.engines.comparison import Output, PromptOutputs
+from eval.engines.counters import Series, between, read_series
+from eval.engines.server import Server, ServerError
+from eval.prompts import Prompt
+
+
+class EngineServer(Server, ABC):
+    """A server as an `Engine`. Methods raise ServerError if a request fails.
+
+    engine: its name in reports.
+    """
+
+    engine: str
+
+    @property
+    @abstractmethod
+    def version(self) -> str | None:
+        """The engine's version; None if the server does not report it."""
+
+    @abstractmethod
+    def generate(self, prompt: Prompt, decoding: Decoding) -> Output:
+        """The output for one prompt, streamed, without counts."""
+
+    @abstractmethod
+    def read(self, greedy: Output) -> Any:
+        """As in `Engine`."""
+
+    @abstractmethod
+    def explain(
+        self, plain: Output, with_draft: PromptOutputs, position: int, greedy: Decoding
+    ) -> dict[str, Any]:
+        """As in `Engine`."""
+
+    def decode(self, prompt: Prompt, decoding: Decoding) -> Output:
+        """The output for one prompt with its counts; the server must have no other request."""
+        before = self.counters()
+        output = self.generate(prompt, decoding)
+        return output._replace(counters=between(before, self.counters()))
+
+    def counters(self) -> Series:
+        """The server's counters of speculation now; empty if it has none."""
+        try:
+            return read_series(self.text("/metrics"))
+        except ServerError:  # speed can be measured without counters
+            return {}
+
+    def told(self, path: str, key: str) -> str | None:
+        """A value of the JSON at `path`; None if the server does not have it."""
+        try:
+            return str(self.ask(path)[key])
+        except (ServerError, LookupError, TypeError):
+            return None
+
+    def messages(self, path: str, body: dict[str, Any], prompt: Prompt) -> Any:
+        """Yields the messages of a streamed output. Raises ServerError for an error among them."""
+        for message in self.stream(path, body, f" to prompt {prompt.id!r}"):
+            if error := message.get("error"):
+                raise ServerError(f"{self.url} failed at prompt {prompt.id!r}: {error}")
+            yield message
+
+
+class Servers(ABC):
+    """An engine's servers of a target on this machine.
+
+    client: of a server. program: finds the engine's program; raises UserError if there is none.
+    arguments: of all servers. unreadable: reasons by the draft's spec. dtype: of the target.
+    """
+
+    client: type[EngineServer]
+    program: Callable[[], Path]
+    arguments: list[str]
+    unreadable: dict[str, str]
+    device: torch.device
+    dtype: str
+
+    @abstractmethod
+    def __init__(
+        self, target: str, drafts: Iterable[str], scratch: Path, positions: int, slots: int
+    ) -> None:
+        """target, drafts: specs. scratch: a folder for converted checkpoints.
+
+        positions: most tokens of a prompt with its output. slots: most requests at a time.
+        """
+
+    def lengths(self, draft: str, gammas: Sequence[int]) -> Sequence[int]:
+        """The lengths of `gammas` that apply to a draft; 0: the server has its own."""
+        return gammas
+
+    @abstractmethod
+    def serve(self, draft: str, gamma: int) -> AbstractContextManager[str]:
+        """The address of a server, which ends with the block. draft: "" for the target alone."""

@@ -1,0 +1,241 @@
+"""llama.cpp's llama-server as an engine: its client, its program, and servers started here.
+
+Names of options and fields are those of llama.cpp's tools/server/README.md (build b10434).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from align.errors import UserError
+from align.sources import cache_folder, gguf_kind, load_config, resolve_file
+from align.to_gguf import write_gguf
+from eval.decoding.drafters.lookup import LOOKUP, LOOKUP_FIRST
+from eval.decoding.loop import Decoding, seed_of
+from eval.decoding.prompt_run import PromptRun
+from eval.engines.comparison import Output, PromptOutputs
+from eval.engines.divergences import TOP, Logprobs, explain
+from eval.engines.engine_server import EngineServer, Servers
+from eval.engines.process import served_here
+from eval.engines.server import ServerError
+from eval.prompts import Prompt, chat_request
+
+PROGRAM = "DRAFTSMITH_LLAMA_SERVER"  # the environment variable that names a llama-server
+DRAFT_KIND = "q8_0"  # GGUF type of drafts (docs/quantised.md)
+LOST = -1  # the id of a token that the stream did not name
+STRIDE = 4  # tokens in a forward that reads an output again, as many as a step verifies
+# Sampling that the server would take from its own defaults.
+PLAIN = {
+    "min_p": 0.0,
+    "repeat_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "dry_multiplier": 0.0,
+}
+
+
+class LlamaServer(EngineServer):
+    """A llama-server as an `Engine`, by its own API, because its OpenAI API has no token ids."""
+
+    engine = "llama.cpp"
+
+    @property
+    def version(self) -> str | None:
+        return self.told("/props", "build_info")
+
+    def decode(self, prompt: Prompt, decoding: Decoding) -> Output:
+        output = super().decode(prompt, decoding)
+        if LOST in (tokens := output.run.tokens):
+            body = self._body(output.prompt_ids, prompt, decoding)
+            again = self.ask("/completion", body | {"return_tokens": True})["tokens"]
+            if [a for a, b in zip(again, tokens, strict=False) if b != LOST] != [
+                token for token in tokens if token != LOST
+            ] or len(again) != len(tokens):
+                raise ServerError(
+                    f"{self.url} gave another output when prompt {prompt.id!r} was repeated; send "
+                    "it no other requests."
+                )
+            output.run.tokens[:] = again
+        return output
+
+    def generate(self, prompt: Prompt, decoding: Decoding) -> Output:
+        """As in EngineServer; tokens that end within a character have the id LOST.
+
+        The server sends each token in a message, and times it by its speculation step.
+        """
+        ids = self._prompt_ids(prompt)
+        body = self._body(ids, prompt, decoding)
+        body |= {"stream": True, "return_tokens": True, "timings_per_token": True}
+        times, steps = [time.perf_counter()], list[list[int]]()
+        step, ended, text = None, None, ""
+        for message in self.messages("/completion", body, prompt):
+            lost = message["tokens_predicted"] - sum(map(len, steps)) - len(message["tokens"])
+            tokens, ended = [LOST] * lost + message["tokens"], message.get("stop_type")
+            text += message["content"]
+            now, at = time.perf_counter(), message["timings"]["predicted_ms"]
+            if tokens and at == step:
+                steps[-1] += tokens
+                times[-1] = now
+            elif tokens:
+                steps.append(tokens)
+                times.append(now)
+            step = at
+        if not steps or ended is None:
+            raise ServerError(
+                f"{self.url} broke off in its output for prompt {prompt.id!r}; read its log."
+            )
+        run = PromptRun.of(prompt, len(ids), np.diff(times).tolist(), steps)
+        return Output(run, ids, ended != "limit", text=text)
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        text = prompt.prompt
+        if prompt.messages is not None:
+            text = self.ask("/apply-template", chat_request(prompt))["prompt"]
+        asked = {"content": text, "add_special": True, "parse_special": True}
+        return list(map(int, self.ask("/tokenize", asked)["tokens"]))
+
+    def _body(self, ids: list[int], prompt: Prompt, decoding: Decoding) -> dict[str, Any]:
+        sampling, form, schema = decoding.sampling, prompt.response_format or {}, {}
+        if form.get("type") in ("json_schema", "json_object"):
+            schema = {"json_schema": form.get("json_schema", {}).get("schema", {})}
+        return (
+            PLAIN
+            | schema
+            | {
+                "prompt": ids,
+                "n_predict": decoding.max_new_tokens,
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k or 0,
+                "top_p": sampling.top_p,
+                "seed": seed_of(decoding.seed, prompt.id) % (2**32 - 1),  # that is no seed
+                "cache_prompt": False,
+            }
+        )
+
+    def read(self, greedy: Output) -> None:
+        """None: a server with a draft has no log-probabilities of tokens that it drafted."""
+
+    def explain(
+        self, plain: Output, with_draft: PromptOutputs, position: int, greedy: Decoding
+    ) -> dict[str, Any]:
+        """As in `Engine`, by the log-probabilities of this server alone."""
+        outputs = plain.run.tokens, with_draft.greedy.run.tokens
+        return explain(self, None, plain.prompt_ids, outputs, position)
+
+    def written(self, prompt: list[int], count: int) -> tuple[list[int], list[Logprobs]]:
+        """As in `Judge`."""
+        return self._asked(prompt, count, cached=False)
+
+    def read_wide(self, prompt: list[int], output: list[int]) -> list[Logprobs]:
+        """As in `Judge`, at every STRIDE-th token; the others have none."""
+        seen: list[Logprobs] = [{} for _ in output]
+        for at in range(STRIDE, len(output), STRIDE):
+            # The prefix is in the cache, so that one forward computes STRIDE tokens.
+            _, (seen[at],) = self._asked(prompt + output[:at], 1, cached=at > STRIDE)
+        return seen
+
+    def read_from(self, prompt: list[int], output: list[int], at: int) -> list[Logprobs]:
+        """As in `Judge`, one token a forward; the tokens before `at` have none."""
+        asked = (self._asked(prompt + output[:i], 1) for i in range(at, len(output)))
+        return [{} for _ in output[:at]] + [row for _, (row,) in asked]
+
+    def _asked(
+        self, ids: list[int], count: int, cached: bool = True
+    ) -> tuple[list[int], list[Logprobs]]:
+        """Greedy tokens after `ids`, Logprobs each. cached: use a prefix that is in the cache."""
+        body = PLAIN | {"prompt": ids, "n_predict": count, "temperature": 0.0}
+        sent = self.ask("/completion", body | {"n_probs": TOP, "cache_prompt": cached})
+        try:
+            told = sent["completion_probabilities"]
+            rows = [{top["id"]: top["logprob"] for top in one["top_logprobs"]} for one in told]
+            return [one["id"] for one in told], rows
+        except (LookupError, TypeError):
+            raise ServerError("the server returned no log-probabilities") from None
+
+
+def llama_server() -> Path:
+    """The program: $DRAFTSMITH_LLAMA_SERVER, else on the PATH, else CACHE/engines/llama-server.
+
+    Raises UserError.
+    """
+    cached = cache_folder() / "engines" / "llama-server"
+    path = Path(os.environ.get(PROGRAM) or shutil.which("llama-server") or cached)
+    if not path.is_file():
+        raise UserError(
+            f"{path} is not a file; install llama.cpp's llama-server (docs/engines.md), and name "
+            f"it by {PROGRAM}=FILE."
+        )
+    return path.resolve()  # the libraries beside it are found by its own name
+
+
+class LlamaServers(Servers):
+    """llama-servers of a target on this machine.
+
+    A Hugging Face checkpoint is written as GGUF: the target in its own dtype, drafts as DRAFT_KIND.
+    """
+
+    client = LlamaServer
+    program = staticmethod(llama_server)
+
+    def __init__(
+        self, target: str, drafts: Iterable[str], scratch: Path, positions: int, slots: int
+    ) -> None:
+        self.scratch = scratch
+        config = load_config(target)
+        self.dtype = gguf_kind(target) or str(config.dtype).removeprefix("torch.")
+        kinds = {"float32": "f32", "float16": "f16"}
+        self.target = self._gguf(target, kinds.get(self.dtype, "bf16"))
+        self.files: dict[str, Path] = {}
+        self.unreadable: dict[str, str] = {}
+        for draft in {*drafts} - {LOOKUP}:
+            try:
+                self.files[draft] = self._gguf(draft.removeprefix(LOOKUP_FIRST), DRAFT_KIND)
+            except (UserError, OSError) as error:
+                self.unreadable[draft] = str(error)
+        # One cache of prompts is switched off by each request, the other one here.
+        self.arguments = ["--ctx-size", str(positions * slots), "--cache-ram", "0"]
+        self.arguments += ["--parallel", str(slots)]
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def lengths(self, draft: str, gammas: Sequence[int]) -> Sequence[int]:
+        """n-grams alone have the server's own lengths, because a match costs no draft step."""
+        return [0] if draft == LOOKUP else gammas
+
+    @contextmanager
+    def serve(self, draft: str, gamma: int) -> Iterator[str]:
+        program = llama_server()
+        libraries = f"{program.parent}{os.pathsep}{os.environ.get('LD_LIBRARY_PATH', '')}"
+        variables = {**os.environ, "LD_LIBRARY_PATH": libraries.rstrip(os.pathsep)}
+        command = [str(program), "--model", str(self.target), "--alias", "target"]
+        command += ["--metrics", "--offline", *self.arguments]
+        command += drafting(draft, self.files.get(draft), gamma) if draft else []
+        with served_here("llama-server", command, variables) as address:
+            yield address
+
+    def _gguf(self, spec: str, kind: str) -> Path:
+        if gguf_kind(spec) is not None:
+            return resolve_file(spec)
+        path = self.scratch / f"{len(list(self.scratch.iterdir()))}.gguf"
+        write_gguf(spec, path, kind)
+        return path
+
+
+def drafting(draft: str, file: Path | None, gamma: int) -> list[str]:
+    """The arguments with which a llama-server drafts; n-grams have the server's own lengths.
+
+    draft: prompt-lookup, a spec, or lookup-first:SPEC. file, gamma: of the spec's model.
+    """
+    kinds = ["ngram-simple"] * draft.startswith((LOOKUP, LOOKUP_FIRST))
+    kinds += ["draft-simple"] * (draft != LOOKUP)
+    model = ["--model-draft", str(file), "--spec-draft-n-max", str(gamma)]
+    model += ["--spec-draft-p-min", "0"]  # drafts have a fixed length, as in other engines
+    return ["--spec-type", ",".join(kinds), *(model if file else [])]

@@ -1,0 +1,171 @@
+"""Drafts in llama-servers: fake ones, what a server is started with, and a real one."""
+
+import pytest
+
+from align.errors import UserError
+from align.machine import cores
+from align.to_gguf import write_gguf
+from eval.decoding.loop import Decoding, seed_of
+from eval.decoding.verification import Sampling
+from eval.engines import llama_cpp
+from eval.engines.llama_cpp import PROGRAM, LlamaServer, LlamaServers, drafting, llama_server
+from eval.engines.served import measure_servers, measure_started
+from eval.engines.server import ServerError
+from eval.prompts import Prompt, PromptSet
+from tests.fake_vllm import TEXT
+from tests.siblings import LARGE, save_sibling
+
+PROMPTS = [Prompt("a", prompt="one"), Prompt("b", messages=[{"role": "user", "content": "two"}])]
+GREEDY = Decoding(Sampling(), frozenset(), 20)
+
+
+def test_a_report_of_two_servers(fake):
+    plain, with_draft = fake(1, counter="llamacpp"), fake(3, counter="llamacpp", unnamed=(0, 7, 19))
+    report = measure_servers(
+        {"served": LlamaServer(with_draft.url)},
+        LlamaServer(plain.url),
+        PromptSet("made up", PROMPTS, []),
+        GREEDY,
+        {},
+        gamma=3,
+    )
+    assert (report.engine, report.environment.engine_version) == ("llama.cpp", "b10434-abc")
+    draft = report.drafts["served"]
+    assert (draft.lossless.identical, draft.lossless.prompts) == (2, 2)
+    assert (draft.counters.num_drafts, draft.counters.num_accepted_tokens) == (2 * 7, 2 * 14)
+
+
+def test_a_request_and_its_output(fake):
+    """Tokens of a step come in several messages; a token within a character has no message."""
+    server = fake(3, counter="llamacpp", unnamed=(8, 9))
+    sampled = Decoding(Sampling(0.7, 50, 0.9), frozenset(), 20, seed=5)
+    schema = {"type": "object"}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    prompt = Prompt("b", messages=PROMPTS[1].messages, response_format=form)
+    output = LlamaServer(server.url).decode(prompt, sampled)
+    assert (output.run.tokens, output.prompt_ids, output.ended) == (TEXT, [1, 2, 3], False)
+    assert (output.run.prefill_tokens, output.run.block_tokens) == (1, [3, 3, 5, 1, 3, 3, 1])
+    assert output.counters == (7, 21, 14, [7, 7, 0])
+    (_, rendered), _, (path, body), (_, again) = server.requests
+    assert (path, rendered["messages"]) == ("/completion", prompt.messages)
+    assert (body["prompt"], body["n_predict"], body["cache_prompt"]) == ([1, 2, 3], 20, False)
+    assert (body["temperature"], body["top_k"], body["top_p"]) == (0.7, 50, 0.9)
+    assert (body["seed"], body["json_schema"]) == (seed_of(5, "b") % (2**32 - 1), schema)
+    assert body["min_p"] == body["dry_multiplier"] == 0
+    assert body["repeat_penalty"] == 1
+    assert again.items() >= (body.items() - {("stream", True)})
+
+
+@pytest.mark.parametrize("fault", ["dies_after", "refuses_after"])
+def test_an_output_that_breaks_off(fake, fault):
+    with pytest.raises(ServerError):
+        LlamaServer(fake(3, **{fault: 0}).url).decode(PROMPTS[0], GREEDY)
+
+
+def test_an_output_that_another_request_changed(fake):
+    server = fake(1, unnamed=(3,))
+    server.model.write = lambda ids, body: (
+        [*TEXT[:5], 7 + len(server.requests), *TEXT[6:]],
+        None,
+        "length",
+    )
+    with pytest.raises(ServerError, match="another output"):
+        LlamaServer(server.url).decode(PROMPTS[0], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("draft", "kinds"),
+    [
+        ("prompt-lookup", "ngram-simple"),
+        ("D", "draft-simple"),
+        ("lookup-first:D", "ngram-simple,draft-simple"),
+    ],
+)
+def test_n_grams_a_draft_or_both(draft, kinds):
+    file = None if draft == "prompt-lookup" else "d.gguf"
+    said = drafting(draft, file, 2)
+    assert said[:2] == ["--spec-type", kinds]
+    assert ("--model-draft" in said) == ("--spec-draft-n-max" in said) == (file is not None)
+
+
+def test_checkpoints_are_written_for_a_server(tmp_path, monkeypatch, fake):
+    """A draft that llama.cpp cannot load leaves the others; n-grams alone have no draft length."""
+    save_sibling(tmp_path / "target", LARGE, 1)
+    save_sibling(tmp_path / "draft", LARGE, 2)
+    program = tmp_path / "bin" / "llama-server"
+    program.parent.mkdir()
+    program.touch()
+    monkeypatch.setenv(PROGRAM, str(program))
+    commands, servers = [], []
+
+    class Served:
+        def __init__(self, engine, command, variables):
+            commands.append(command)
+            assert variables["LD_LIBRARY_PATH"].startswith(str(program.parent))
+            servers.append(fake(2 if "--spec-type" in command else 1, counter="llamacpp"))
+
+        def __enter__(self):
+            return servers[-1].url
+
+        def __exit__(self, *error):
+            servers[-1].stop()
+
+    monkeypatch.setattr(llama_cpp, "served_here", Served)
+    own = str(tmp_path / "draft")
+    drafts = {"lookup": "prompt-lookup", "own": own, "both": f"lookup-first:{own}", "no": "none/no"}
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    prompts = PromptSet("", PROMPTS, [[1, 2, 3]])
+    report = measure_started(
+        LlamaServers, str(tmp_path / "target"), drafts, [1, 2], prompts, GREEDY, {}
+    )
+    lengths = {name: draft.gamma for name, draft in report.drafts.items()}
+    assert lengths == {"lookup": None} | {
+        f"{name}, gamma {gamma}": gamma for gamma in (1, 2) for name in ("own", "both")
+    }
+    assert "none/no" in report.provenance["failures"]
+    assert (report.dtype, len(commands)) == ("float32", 11)
+    for command in commands:
+        assert command[0] == str(program)
+        assert command[command.index("--model") + 1].endswith(".gguf")
+        assert command[command.index("--ctx-size") + 1] == "25"
+    assert report.environment.server_arguments == ["--ctx-size", "25", *commands[0][-4:]]
+
+
+def test_the_program_is_looked_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    monkeypatch.delenv(PROGRAM, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    with pytest.raises(UserError, match=PROGRAM):
+        llama_server()
+    for folder in ("engines", "path"):
+        file = tmp_path / folder / "llama-server"
+        file.parent.mkdir()
+        file.touch(0o755)
+        assert llama_server() == file
+    monkeypatch.setenv(PROGRAM, str(tmp_path / "none"))
+    with pytest.raises(UserError, match="none"):
+        llama_server()
+
+
+@pytest.mark.real
+def test_a_real_server(tmp_path, monkeypatch):
+    """A draft that is the target: all is accepted, and no output changes; a token of each kind."""
+    try:
+        llama_server()
+    except UserError as reason:
+        pytest.skip(str(reason))
+    monkeypatch.setenv("LLAMA_ARG_THREADS", str(cores()))  # it does not know of `taskset`
+    save_sibling(tmp_path / "target", LARGE, 1)
+    write_gguf(tmp_path / "target", tmp_path / "target.gguf", "f32")
+    own = str(tmp_path / "target.gguf")
+    texts = ("one two one two one two", "日本 🏳️‍🌈 日本 🏳️‍🌈 日本")
+    prompts = PromptSet("", [Prompt(text, prompt=text) for text in texts], [[1] * 99])
+    drafts = {"lookup": "prompt-lookup", "own": own, "both": f"lookup-first:{own}"}
+    report = measure_started(LlamaServers, own, drafts, [3], prompts, GREEDY, {})
+    for draft in report.drafts.values():
+        assert draft.lossless.identical + draft.lossless.tie_divergences == 2
+    counters = report.drafts["own"].counters
+    assert (
+        counters.num_draft_tokens >= counters.num_accepted_tokens > 0.8 * counters.num_draft_tokens
+    )
+    assert report.environment.engine_version
