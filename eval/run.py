@@ -27,6 +27,7 @@ import argparse
 import json
 import math
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, get_args
@@ -124,6 +125,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="[NAME=]URL",
         help="a running server with a draft, repeatable; default: servers start here",
     )
+    add(
+        "--server_args",
+        type=shlex.split,
+        default=[],
+        metavar="ARGS",
+        help='arguments of each server started here, with priority, as "--tensor-parallel-size 2"',
+    )
     add("--baseline_url", help="a running server of the same target without a draft")
     add(
         "--concurrency",
@@ -188,11 +196,15 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
         yield f"engine {engine} takes one --gamma, not {args.gamma}"
     if engine not in SERVED and args.loads:
         yield f"--concurrency and --request_rate need a server; omit them with engine {engine}"
+    if engine not in SERVED and args.server_args:
+        yield f"--server_args needs a server; omit it with engine {engine}"
     if args.goodput and not args.loads:
         yield "--goodput needs a load; give --concurrency or --request_rate"
     if args.served:
         if not (args.base_url and args.baseline_url and args.prompts):
             yield "running servers need --base_url, --baseline_url and --prompts"
+        if args.server_args:
+            yield "--server_args needs servers that are started here; omit it with --base_url"
         if several:
             yield f"--base_url takes one --gamma, not {args.gamma}; a server has one draft length"
         if args.max_prompt_length and args.run is None:
@@ -387,6 +399,7 @@ def _measure_in_engine(args: argparse.Namespace) -> Report:
             made_by,
             args.loads,
             args.goodput,
+            args.server_args,
         )
     dtype = getattr(torch, args.dtype)
     model = load_model(args.target, dtype, args.device)

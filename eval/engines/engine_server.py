@@ -92,11 +92,18 @@ class Servers(ABC):
 
     @abstractmethod
     def __init__(
-        self, target: str, drafts: Iterable[str], scratch: Path, positions: int, slots: int
+        self,
+        target: str,
+        drafts: Iterable[str],
+        scratch: Path,
+        positions: int,
+        slots: int,
+        arguments: Sequence[str],
     ) -> None:
         """target, drafts: specs. scratch: a folder for converted checkpoints.
 
         positions: most tokens of a prompt with its output. slots: most requests at a time.
+        arguments: the user's, which have priority.
         """
 
     def lengths(self, draft: str, gammas: Sequence[int]) -> Sequence[int]:

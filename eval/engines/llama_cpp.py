@@ -187,7 +187,13 @@ class LlamaServers(Servers):
     program = staticmethod(llama_server)
 
     def __init__(
-        self, target: str, drafts: Iterable[str], scratch: Path, positions: int, slots: int
+        self,
+        target: str,
+        drafts: Iterable[str],
+        scratch: Path,
+        positions: int,
+        slots: int,
+        arguments: Sequence[str],
     ) -> None:
         self.scratch = scratch
         config = load_config(target)
@@ -203,7 +209,7 @@ class LlamaServers(Servers):
                 self.unreadable[draft] = str(error)
         # One cache of prompts is switched off by each request, the other one here.
         self.arguments = ["--ctx-size", str(positions * slots), "--cache-ram", "0"]
-        self.arguments += ["--parallel", str(slots)]
+        self.arguments += ["--parallel", str(slots), *arguments]
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def lengths(self, draft: str, gammas: Sequence[int]) -> Sequence[int]:

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from align.sources import (
     load_tokenizer,
     read_json,
     resolve_checkpoint,
+    weight_files,
 )
 from align.transplant import resized
 from align.vocabulary import read_vocabulary
@@ -39,6 +40,7 @@ from eval.engines.vllm import VllmServer
 VLLM_PYTHON = "DRAFTSMITH_VLLM_PYTHON"  # the environment variable that names a Python with vLLM
 VLLM = "0.32.0"
 MOST_OF_GPU = 0.9  # share of a GPU's free memory that a server takes
+WEIGHTS = 0.8  # share of it that weights may take, because the KV cache needs the rest
 # vLLM's methods without a draft model, by the draft's spec.
 METHODS: dict[str, dict[str, Any]] = {
     LOOKUP: {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
@@ -155,7 +157,13 @@ class VllmServers(Servers):
     program = staticmethod(vllm_python)
 
     def __init__(
-        self, target: str, drafts: Iterable[str], scratch: Path, positions: int, slots: int
+        self,
+        target: str,
+        drafts: Iterable[str],
+        scratch: Path,
+        positions: int,
+        slots: int,
+        arguments: Sequence[str],
     ) -> None:
         self.path = resolve_checkpoint(target, quantised=True)
         config = load_config(str(self.path))
@@ -168,11 +176,13 @@ class VllmServers(Servers):
             except (UserError, OSError) as error:
                 self.unreadable[draft] = str(error)
         folders = [folder for folder, _ in self.loadable.values() if isinstance(folder, Path)]
-        on_gpus = gpu_arguments(config, folders)
+        files = [file for folder in (self.path, *folders) for file in weight_files(folder)]
+        on_gpus = gpu_arguments(config, folders, sum(file.stat().st_size for file in files))
         # The dtype is the default of `vllm serve`. The prefix cache is off, because with it the
         # second request of a prompt is faster than the first.
         self.arguments = ["--dtype", "auto", "--max-model-len", str(positions)]
         self.arguments += ["--no-enable-prefix-caching", *(on_gpus or ["--enforce-eager"])]
+        self.arguments += arguments
         self.device = torch.device("cuda" if on_gpus else "cpu")
 
     def serve(self, draft: str, gamma: int) -> AbstractContextManager[str]:
@@ -181,23 +191,29 @@ class VllmServers(Servers):
         return serve_vllm(self.path, *drafting, *self.arguments)
 
 
-def gpu_arguments(target: PreTrainedConfig, drafts: Iterable[Path] = ()) -> list[str]:
-    """The arguments that spread a server over this machine's GPUs; [] without a GPU.
+def gpu_arguments(
+    target: PreTrainedConfig, drafts: Iterable[Path] = (), weights: int | None = None
+) -> list[str]:
+    """The arguments that spread a server over GPUs of this machine; [] without a GPU.
 
-    drafts: folders of drafts that are split in the same way as the target.
+    drafts: folders of drafts that are split in the same way as the target. weights: bytes for which
+    the fewest GPUs are taken; None: all GPUs are.
     """
     gpus = torch.cuda.device_count()
     if not gpus:
         return []
-    count = tensor_parallel(gpus, target, drafts)
+    *fewer, count = tensor_parallel(gpus, target, drafts)
     # GPU with the least free memory; rounded down, because vLLM refuses more than is free
     free, total = min((torch.cuda.mem_get_info(gpu) for gpu in range(count)), key=min)
+    if weights is not None:
+        room = WEIGHTS * MOST_OF_GPU * free
+        count = next((parts for parts in fewer if weights <= parts * room), count)
     share = int(100 * MOST_OF_GPU * free / total) / 100
     return ["--tensor-parallel-size", str(count), "--gpu-memory-utilization", f"{share:.2f}"]
 
 
-def tensor_parallel(gpus: int, target: PreTrainedConfig, drafts: Iterable[Path] = ()) -> int:
-    """The most GPUs, up to `gpus`, over which vLLM can split the attention heads of all models.
+def tensor_parallel(gpus: int, target: PreTrainedConfig, drafts: Iterable[Path] = ()) -> list[int]:
+    """The numbers of GPUs, up to `gpus`, over which vLLM can split the heads of all models.
 
     drafts: folders; drafts without attention heads in their config are ignored.
     """
@@ -207,14 +223,14 @@ def tensor_parallel(gpus: int, target: PreTrainedConfig, drafts: Iterable[Path] 
     abouts = [about.get("transformer_layer_config", about) for about in abouts]  # of speculators
     names = "num_attention_heads", "num_key_value_heads"
     shapes += [(about[names[0]], about.get(names[1])) for about in abouts if names[0] in about]
-    return max(
+    return [
         parts
-        for parts in range(1, max(1, gpus) + 1)
+        for parts in range(1, gpus + 1)
         if all(
             heads % parts == 0 and ((keys or heads) % parts == 0 or parts % (keys or heads) == 0)
             for heads, keys in shapes
         )
-    )
+    ]
 
 
 @contextmanager

@@ -108,12 +108,13 @@ def measure_started(
     provenance: dict[str, Any],
     loads: Sequence[Load] = (),
     limits: dict[str, float] | None = None,
+    arguments: Sequence[str] = (),
 ) -> Report:
     """The report of drafts, by name; a server is started for each draft and the baseline.
 
     gammas: draft lengths; if there are several, the names of drafts in the report have them.
-    limits: of the goodput. Raises UserError if the engine is missing, and ServerError if nothing
-    can be measured.
+    limits: of the goodput. arguments: of each server, with priority over ours. Raises UserError if
+    the engine is missing, and ServerError if nothing can be measured.
     """
     config = load_config(str(resolve_checkpoint(target, quantised=True)))
     positions = context_length(prompts.ids, decoding.max_new_tokens, max(gammas))
@@ -125,7 +126,7 @@ def measure_started(
     positions = min(positions, longest_context(config.get_text_config()))
     slots = max([1, *(load.concurrency or SLOTS for load in loads)])
     with tempfile.TemporaryDirectory() as scratch:
-        servers = engine(target, drafts.values(), Path(scratch), positions, slots)
+        servers = engine(target, drafts.values(), Path(scratch), positions, slots, arguments)
         if servers.unreadable.keys() >= {*drafts.values()}:
             raise ServerError("; ".join(servers.unreadable.values()))
         machine = environment(servers.client.engine, None, servers.device)

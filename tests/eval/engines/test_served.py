@@ -274,22 +274,27 @@ def test_servers_are_started_for_every_draft_and_length(tmp_path, prompts, pair,
     assert set(report.draft_length_by_load) == {"prompt-lookup", str(tmp_path / "draft")}
 
 
-def test_gpus_share_a_server(tmp_path, prompts, pair, start, monkeypatch):
+@pytest.mark.parametrize(("free", "gpus"), [(40 * 2**30, 1), (40_000, 2)])
+def test_a_server_takes_the_gpus_that_the_weights_need(
+    tmp_path, prompts, pair, start, monkeypatch, free, gpus
+):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    free = [(40 * 2**30, 80 * 2**30), (60 * 2**30, 80 * 2**30)]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: free[gpu])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free * (gpu + 2) // 2, 2 * free))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     starter = start()
-    assert command(prompts, tmp_path, *pair, "--gamma", "2", "--device", "cpu") == 0
+    own = ["--server_args", "--max-model-len 99 --tensor-parallel-size 2"]
+    assert command(prompts, tmp_path, *pair, "--gamma", "2", "--device", "cpu", *own) == 0
     for _, arguments, _ in starter.started:
         at = arguments.index("--tensor-parallel-size")
         assert arguments[at : at + 4] == (
-            *("--tensor-parallel-size", "2"),
+            *("--tensor-parallel-size", str(gpus)),
             *("--gpu-memory-utilization", "0.45"),  # of the GPU with the least that is free
         )
         assert "--enforce-eager" not in arguments
+        assert arguments[-4:] == ("--max-model-len", "99", "--tensor-parallel-size", "2")
     report = read_report(tmp_path / "report" / "report.json")
     assert (report.device, report.environment.hardware) == ("cuda", "a GPU")
+    assert report.environment.server_arguments[-4:] == own[1].split()
 
 
 def test_a_length_that_does_not_start_leaves_the_others(tmp_path, prompts, pair, start, capsys):
