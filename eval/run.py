@@ -13,8 +13,8 @@
 
 Exit status: 0; 1 if the lower bound of the last draft's 95% interval is below --fail_under_alpha or
 --fail_under_speedup; 2 for input that cannot be used, and for a server that failed midway (earlier
-results are in the report); 130 if interrupted. With engine torch, if an evaluation ended early, the
-same command continues it.
+results are in the report); 130 if interrupted. If an evaluation ended early, the same command
+continues it (not with engine transformers).
 """
 
 import sys
@@ -379,7 +379,7 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
     return build_report(*logs)
 
 
-def _measure_in_engine(args: argparse.Namespace) -> Report:
+def _measure_in_engine(args: argparse.Namespace, journal: Journal) -> Report:
     """The report of transformers, or of servers that are started here."""
     use_machine()
     if args.engine in SERVED:
@@ -400,6 +400,7 @@ def _measure_in_engine(args: argparse.Namespace) -> Report:
             args.loads,
             args.goodput,
             args.server_args,
+            journal,
         )
     dtype = getattr(torch, args.dtype)
     model = load_model(args.target, dtype, args.device)
@@ -417,7 +418,7 @@ def _measure_in_engine(args: argparse.Namespace) -> Report:
     )
 
 
-def _measure_servers(args: argparse.Namespace) -> Report:
+def _measure_servers(args: argparse.Namespace, journal: Journal) -> Report:
     """The report of the servers at --base_url, compared with --baseline_url."""
     prompts = load_prompts(args.prompts, args.max_prompts or args.speed_prompts, args.seed)
     # an instruction implies a model with a chat template; the server applies the template
@@ -434,6 +435,7 @@ def _measure_servers(args: argparse.Namespace) -> Report:
         gamma=args.draft_length,
         loads=args.loads,
         limits=args.goodput,
+        journal=journal,
     )
 
 
@@ -448,11 +450,11 @@ def main(argv: list[str]) -> int:
         refuse_unwritable(folder)
         with Journal(folder / JOURNAL) as journal:
             if args.served:
-                report = _measure_servers(args)
+                report = _measure_servers(args, journal)
             elif args.engine == "torch":
                 report = _measure(args, journal)
             else:
-                report = _measure_in_engine(args)
+                report = _measure_in_engine(args, journal)
             write_report(folder, report)
     except (UserError, PermissionError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -197,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/completion":
             return self.complete_llama(ids, tokens, rows, finish, body)
         if body.get("stream"):
-            return self.stream(ids, tokens, finish, "messages" in body)
+            return self.stream(ids, tokens, finish, "messages" in body, fault == "cut")
         choice = {"finish_reason": finish, "token_ids": tokens, "prompt_token_ids": ids}
         if body.get("echo"):
             read = server.model.read(ids)
@@ -244,7 +244,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
         self.wfile.write(b"0\r\n\r\n")
 
-    def stream(self, ids, tokens, finish, chat):
+    def stream(self, ids, tokens, finish, chat, cut):
         """A chat sends the prompt's ids in a separate message, a completion with its first."""
         server = self.server
         self.send_response(200)
@@ -253,7 +253,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.event({"choices": [], **({"prompt_token_ids": ids} if chat else {})})
         done = 0
         while done < len(tokens):
-            if done > 5 and server.responses > server.dies_after:
+            if done > 5 and (cut or server.responses > server.dies_after):
                 self.close_connection = True  # amid the output
                 return
             step = tokens[done : done + (server.step if done else server.first)]

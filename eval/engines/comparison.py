@@ -18,9 +18,10 @@ from tqdm import tqdm
 from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
-from eval.engines.load import Load, TimedPass, load_point, passes, timed_pass
+from eval.engines.load import Load, Request, TimedPass, load_point, passes, timed_pass
 from eval.engines.server import ServerError
 from eval.measuring.evaluation import decoding_facts, prompt_facts
+from eval.measuring.journal import Journal
 from eval.measuring.output_check import divergence
 from eval.measuring.runs import DraftLog, RunLog, Speculation, TargetOutput
 from eval.prompts import Prompt, PromptSet, after, turns_of
@@ -147,9 +148,10 @@ class Comparison:
         loads: Sequence[Load] = (),
         limits: dict[str, float] | None = None,
         text_of: Callable[[list[int]], str] = lambda ids: f"token {ids[0]}" if ids else "end",
+        journal: Journal | None = None,
     ) -> None:
         """contenders: the baseline first. limits: of the goodput, as in `load_point`. text_of: the
-        text of one token id, or of no id if an output ends.
+        text of one token id, or of no id if an output ends. journal: has the results so far.
         """
         self.baseline, *self.drafting = contenders
         self.decoding, self.loads, self.limits = decoding, loads, limits
@@ -158,26 +160,31 @@ class Comparison:
         ends = [0, *accumulate(map(len, conversations))]
         self.conversations = [range(start, end) for start, end in pairwise(ends)]
         self.greedy = replace(decoding, sampling=Sampling())
-        self.text_of = text_of
+        self.text_of, self.journal = text_of, journal
         first_turns = [turns[0] for turns in conversations]
         self.passes = [p for load in loads for p in passes(load, first_turns, decoding.seed)]
 
     def run(self, order: Callable[[int, Conversations, int], Iterator[Visit]]) -> None:
         """Make all visits in this order, without the work of contenders that failed."""
         contenders = [self.baseline, *self.drafting]
+        self._resume(contenders)
         work = len(contenders) * (len(self.prompts.prompts) + len(self.passes))
         with tqdm(total=work, desc="compared", unit="task") as bar:
             for visit in order(len(contenders), self.conversations, len(self.passes)):
-                contender, prompts = contenders[visit.contender], visit.prompts
+                contender = contenders[visit.contender]
+                prompts = [i for i in visit.prompts if i not in contender.outputs]
                 if "prompts" in contender.failures:
                     prompts = []
                 elif "prompts" in self.baseline.failures:  # outputs need a baseline's output
                     prompts = [i for i in prompts if i in self.baseline.outputs]
                 failed = contender.failures.keys() | self.baseline.failures.keys()
                 loaded = [
-                    i for i in visit.passes if not failed & {"prompts", str(self.passes[i].load)}
+                    i
+                    for i in visit.passes
+                    if i not in contender.passes
+                    and not failed & {"prompts", str(self.passes[i].load)}
                 ]
-                judges = visit.judges and bool(self.baseline.outputs)
+                judges = visit.judges and (bool(prompts) or any(map(self._unjudged, self.drafting)))
                 visit = visit._replace(prompts=prompts, passes=loaded, judges=judges)
                 if any(visit[1:]):
                     self._visit(contender, visit, bar)
@@ -283,6 +290,7 @@ class Comparison:
                         done = f"{len(contender.outputs)} of {len(self.prompts.prompts)}"
                         doing = f"after {done} prompts: "
                         contender.outputs[number] = self._output(contender, engine, number)
+                        self._note(contender, "outputs", number, contender.outputs[number])
                         bar.update()
                 finally:
                     if visit.judges:  # after a failure, too, for the outputs decoded before
@@ -296,6 +304,7 @@ class Comparison:
                         timed_pass(engine, first, replace(self.decoding, max_new_tokens=WARM_UP))
                         warm.add(asked.load)
                     contender.passes[number] = timed_pass(engine, asked, self.decoding)
+                    self._note(contender, "passes", number, contender.passes[number][1:])
                     bar.update()
         except ServerError as error:  # here, because `running` may add to the error
             contender.failures.setdefault(stage, f"{doing}{error}")
@@ -325,14 +334,39 @@ class Comparison:
 
     def _judge(self, engine: Engine) -> None:
         for contender in self.drafting:
-            for i in self.pairs(contender):
-                if entry := self._divergence(contender, i):
-                    plain, with_draft = self.baseline.outputs[i].greedy, contender.outputs[i]
-                    position = entry["position"]
-                    # an output that is only cut short has no second token, so it is a mismatch
-                    if position < min(len(plain.run.tokens), len(with_draft.greedy.run.tokens)):
-                        entry |= engine.explain(plain, with_draft, position, self.greedy)
-                    contender.divergences[i] = entry
+            for i, entry in self._unjudged(contender).items():
+                plain, with_draft = self.baseline.outputs[i].greedy, contender.outputs[i]
+                position = entry["position"]
+                # an output that is only cut short has no second token, so it is a mismatch
+                if position < min(len(plain.run.tokens), len(with_draft.greedy.run.tokens)):
+                    entry |= engine.explain(plain, with_draft, position, self.greedy)
+                contender.divergences[i] = entry
+                self._note(contender, "divergences", i, entry)
+
+    def _unjudged(self, contender: Contender) -> dict[int, dict[str, Any]]:
+        """The fields of a `Divergence` of each output that differs and is not explained yet."""
+        numbers = (i for i in self.pairs(contender) if i not in contender.divergences)
+        return {i: entry for i in numbers if (entry := self._divergence(contender, i))}
+
+    def _note(self, contender: Contender, kind: str, number: int, result: Any) -> None:
+        if self.journal:
+            self.journal.add(f"{kind} of {contender.name or 'target'}", [number, result])
+
+    def _resume(self, contenders: Sequence[Contender]) -> None:
+        """Take the results that the journal has."""
+        noted = self.journal.results if self.journal else {}
+        for contender in contenders:
+            name = contender.name or "target"
+            contender.divergences.update(noted.get(f"divergences of {name}", []))
+            for number, (timed, greedy, reading) in noted.get(f"outputs of {name}", []):
+                if isinstance(reading, list):  # JSON has no numbers as keys
+                    reading = [{int(token): p for token, p in row.items()} for row in reading]
+                outputs = PromptOutputs(_output_of(*timed), _output_of(*greedy), reading)
+                contender.outputs[number] = outputs
+            for number, (requests, counts) in noted.get(f"passes of {name}", []):
+                runs = [Request(start, PromptRun(**run)) for start, run in requests]
+                counters = counts and Speculation(*counts)
+                contender.passes[number] = TimedPass(self.passes[number], runs, counters)
 
     def _divergence(self, contender: Contender, number: int) -> dict[str, Any] | None:
         """The fields of a `Divergence`, not explained yet; None if the outputs are equal."""
@@ -340,3 +374,11 @@ class Comparison:
         if plain.tokens == with_draft.tokens or not self._comparable(contender, number):
             return None
         return divergence(plain, with_draft, self.text_of)
+
+
+def _output_of(
+    run: dict[str, Any], prompt_ids: list[int], ended: bool, counters: Any, text: str
+) -> Output:
+    """An output from a journal."""
+    counts = counters and Speculation(*counters)
+    return Output(PromptRun(**run), prompt_ids, ended, counts, text)

@@ -82,4 +82,6 @@ def explain(
         why = f"a gap over {WIDEST_TIE} is more than rounding"
     elif gap <= widest < behind[worst]:
         why = f"its token {worst} lies {behind[worst]:.2g} nats behind the target's choice"
+        if math.isinf(behind[worst]):
+            why = f"its token {worst} is not among the {TOP} likeliest"
     return {"gap": gap, "error": error, "tie": max(gap, behind[worst]) <= widest, "why": why}

@@ -17,17 +17,19 @@ import torch
 from eval.decoding.loop import Decoding
 from eval.engines.comparison import Output, PromptOutputs
 from eval.engines.counters import Series, between, read_series
-from eval.engines.server import Server, ServerError
+from eval.engines.server import PATIENT, Server, ServerError
 from eval.prompts import Prompt
 
 
 class EngineServer(Server, ABC):
     """A server as an `Engine`. Methods raise ServerError if a request fails.
 
-    engine: its name in reports.
+    engine: its name in reports. retries: of a request, also of a stream that broke off; only the
+    last try is timed and counted.
     """
 
     engine: str
+    retries = PATIENT
 
     @property
     @abstractmethod
@@ -35,8 +37,8 @@ class EngineServer(Server, ABC):
         """The engine's version; None if the server does not report it."""
 
     @abstractmethod
-    def generate(self, prompt: Prompt, decoding: Decoding) -> Output:
-        """The output for one prompt, streamed, without counts."""
+    def streamed(self, prompt: Prompt, decoding: Decoding) -> Output:
+        """The output for one prompt without counts, in one try."""
 
     @abstractmethod
     def read(self, greedy: Output) -> Any:
@@ -48,11 +50,30 @@ class EngineServer(Server, ABC):
     ) -> dict[str, Any]:
         """As in `Engine`."""
 
+    def generate(self, prompt: Prompt, decoding: Decoding) -> Output:
+        """The output for one prompt without counts."""
+        return self._patiently(lambda: self.streamed(prompt, decoding))
+
     def decode(self, prompt: Prompt, decoding: Decoding) -> Output:
         """The output for one prompt with its counts; the server must have no other request."""
-        before = self.counters()
-        output = self.generate(prompt, decoding)
-        return output._replace(counters=between(before, self.counters()))
+
+        def counted() -> Output:
+            before = self.counters()
+            output = self.streamed(prompt, decoding)
+            return output._replace(counters=between(before, self.counters()))
+
+        return self._patiently(counted)
+
+    def _patiently(self, attempt: Callable[[], Output]) -> Output:
+        retries = self.retries
+        while True:
+            try:
+                return attempt()
+            except ServerError as error:
+                if not error.passing or not retries.total:
+                    raise
+                retries = retries.increment(error=error)
+                retries.sleep()
 
     def counters(self) -> Series:
         """The server's counters of speculation now; empty if it has none."""
@@ -80,11 +101,13 @@ class Servers(ABC):
     """An engine's servers of a target on this machine.
 
     client: of a server. program: finds the engine's program; raises UserError if there is none.
-    arguments: of all servers. unreadable: reasons by the draft's spec. dtype: of the target.
+    installed: JSON that changes with its version. arguments: of all servers. unreadable: reasons by
+    the draft's spec. dtype: of the target.
     """
 
     client: type[EngineServer]
     program: Callable[[], Path]
+    installed: list[Any]
     arguments: list[str]
     unreadable: dict[str, str]
     device: torch.device

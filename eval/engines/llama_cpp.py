@@ -67,7 +67,7 @@ class LlamaServer(EngineServer):
             output.run.tokens[:] = again
         return output
 
-    def generate(self, prompt: Prompt, decoding: Decoding) -> Output:
+    def streamed(self, prompt: Prompt, decoding: Decoding) -> Output:
         """As in EngineServer; tokens that end within a character have the id LOST.
 
         The server sends each token in a message, and times it by its speculation step.
@@ -195,7 +195,8 @@ class LlamaServers(Servers):
         slots: int,
         arguments: Sequence[str],
     ) -> None:
-        self.scratch = scratch
+        program, self.scratch = self.program(), scratch
+        self.installed = [str(program), program.stat().st_size, program.stat().st_mtime_ns]
         config = load_config(target)
         self.dtype = gguf_kind(target) or str(config.dtype).removeprefix("torch.")
         kinds = {"float32": "f32", "float16": "f16"}

@@ -165,6 +165,8 @@ class VllmServers(Servers):
         slots: int,
         arguments: Sequence[str],
     ) -> None:
+        packages = self.program().parents[1].glob("lib/python*/site-packages/vllm*.dist-info")
+        self.installed = [str(package) for package in packages]
         self.path = resolve_checkpoint(target, quantised=True)
         config = load_config(str(self.path))
         self.dtype = str(config.dtype or "auto").removeprefix("torch.")

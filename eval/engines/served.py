@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from align.sources import gguf_kind, load_config, resolve_checkpoint
+from align.sources import gguf_kind, load_config, resolve_checkpoint, weight_files
 from eval.decoding.build import longest_context
 from eval.decoding.loop import Decoding
 from eval.engines.comparison import (
@@ -31,16 +31,19 @@ from eval.engines.comparison import (
 )
 from eval.engines.engine_server import EngineServer, Servers
 from eval.engines.load import Load
-from eval.engines.server import ServerError
+from eval.engines.server import PATIENT, ServerError
 from eval.measuring.environment import environment
 from eval.measuring.evaluation import context_length
 from eval.measuring.intervals import Measured, measure, share
+from eval.measuring.journal import Journal
 from eval.measuring.runs import REFERENCE_ONLY, Speculation
 from eval.prompts import PromptSet
-from eval.reporting.fields import Report
+from eval.reporting.fields import NGRAM_FIRST, Report
 
 TEMPLATE = 64  # most tokens of a chat template in a turn
 PATIENCE = 600.0  # most seconds without a byte from a server started here, which may use a CPU
+# Retries of a server that was started here: it is not restarted, but may close an idle connection.
+AT_ONCE = PATIENT.new(total=1, backoff_factor=0)
 SLOTS = 16  # requests at a time that a server takes at a request rate, if it needs a number
 STEPS = ("tau", "mean_drafted", "accepted_over_drafted", "per_position")
 UNTOLD = {
@@ -60,6 +63,7 @@ def measure_servers(
     gamma: int | None = None,
     loads: Sequence[Load] = (),
     limits: dict[str, float] | None = None,
+    journal: Journal | None = None,
 ) -> Report:
     """The report of running servers, by the name of the draft, compared with a plain server.
 
@@ -86,7 +90,10 @@ def measure_servers(
     for name, server in drafts.items():
         facts = _facts(server.address, gamma)
         contenders.append(Contender(runs_already(server), name, facts))
-    comparison = Comparison(contenders, prompts, decoding, loads, limits)
+    servers = baseline, *drafts.values()
+    identity = [(server.address, server.model, server.version) for server in servers]
+    _begin(journal, [identity, gamma], prompts, decoding, loads)
+    comparison = Comparison(contenders, prompts, decoding, loads, limits, journal=journal)
     comparison.run(take_turns)
     return _report(
         comparison,
@@ -109,6 +116,7 @@ def measure_started(
     loads: Sequence[Load] = (),
     limits: dict[str, float] | None = None,
     arguments: Sequence[str] = (),
+    journal: Journal | None = None,
 ) -> Report:
     """The report of drafts, by name; a server is started for each draft and the baseline.
 
@@ -136,6 +144,7 @@ def measure_started(
         def serving(draft: str = "", gamma: int = 0) -> Iterator[EngineServer]:
             with servers.serve(draft, gamma) as url:
                 server = servers.client(url, PATIENCE)
+                server.retries = AT_ONCE
                 machine["engine_version"] = server.version
                 _warm_up(server, prompts, decoding)
                 yield server
@@ -152,7 +161,10 @@ def measure_started(
             if draft in servers.unreadable:
                 contender.failures["prompts"] = servers.unreadable[draft]
             contenders.append(contender)
-        comparison = Comparison(contenders, prompts, decoding, loads, limits)
+        specs = [target, *drafts.values()]
+        identity = [servers.installed, [*arguments], drafts, gammas, [*map(_files, specs)]]
+        _begin(journal, [target, *identity], prompts, decoding, loads)
+        comparison = Comparison(contenders, prompts, decoding, loads, limits, journal=journal)
         comparison.run(there_and_back)
     return _report(
         comparison,
@@ -168,6 +180,26 @@ def measure_started(
 def _warm_up(server: EngineServer, prompts: PromptSet, decoding: Decoding) -> Speculation | None:
     """Send a first, short request; the server's counts for it."""
     return server.decode(prompts.prompts[0], replace(decoding, max_new_tokens=WARM_UP)).counters
+
+
+def _begin(
+    journal: Journal | None,
+    servers: list[Any],
+    prompts: PromptSet,
+    decoding: Decoding,
+    loads: Sequence[Load],
+) -> None:
+    """Read the journal's results if they are of these servers, prompts and settings."""
+    if journal:
+        settings = asdict(decoding) | {"stops": sorted(decoding.stops)}
+        journal.begin(servers, [asdict(prompt) for prompt in prompts.prompts], settings, loads)
+
+
+def _files(spec: str) -> list[tuple[str, int, int]]:
+    """Name, size and time of change of the weights of a spec; [] unless it is on this machine."""
+    path = Path(spec.removeprefix(NGRAM_FIRST)).expanduser()
+    files = [path] if path.is_file() else weight_files(path)
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def _facts(path: str, gamma: int | None) -> dict[str, Any]:

@@ -43,9 +43,13 @@ UNPENALISED = {
 
 
 class ServerError(UserError):
-    """A server that cannot be used. status: the HTTP status of its response; None without one."""
+    """A server that cannot be used. status: the HTTP status of its response; None without one.
+
+    passing: whether the server may be usable again soon.
+    """
 
     status: int | None = None
+    passing = False
 
 
 def check_address(url: str) -> SplitResult:
@@ -101,7 +105,7 @@ class Server:
                 body=data,
                 headers=headers,
                 timeout=self.timeout,
-                retries=self.retries,
+                retries=self.retries if whole else Server.retries,
                 redirect=False,
                 preload_content=whole,
             )
@@ -112,6 +116,7 @@ class Server:
                     said += f"; set {API_KEY} to a valid key"
                 error = ServerError(f"{self.url}{path} answered {response.status}{about}: {said}")
                 error.status = response.status
+                error.passing = response.status in PATIENT.status_forcelist
                 raise error
             try:
                 yield response
@@ -129,8 +134,10 @@ class Server:
                 "or ask for fewer tokens"
             )
             broken = f"cannot be reached or broke off ({reason}): start it, or check the address"
-            why = silent if isinstance(reason, ReadTimeoutError) else broken
-            raise ServerError(f"{self.url} {why}.") from None
+            timed_out = isinstance(reason, ReadTimeoutError)
+            failure = ServerError(f"{self.url} {silent if timed_out else broken}.")
+            failure.passing = not timed_out
+            raise failure from None
 
     def ask(self, path: str, body: dict[str, Any] | None = None, about: str = "") -> Any:
         """The JSON response to a GET, or to a POST of `body`.
@@ -142,7 +149,7 @@ class Server:
             return json.loads(response.data)
 
     def stream(self, path: str, body: dict[str, Any], about: str = "") -> Iterator[Any]:
-        """Yields the JSON messages of a streamed response when they arrive."""
+        """Yields the JSON messages of a streamed response when they arrive; without retries."""
         with self._request(path, body, about, whole=False) as response:
             unfinished = b""
             while piece := response.read1():

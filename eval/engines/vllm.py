@@ -26,7 +26,7 @@ class VllmServer(EngineServer):
     def version(self) -> str | None:
         return self.told("/version", "version")
 
-    def generate(self, prompt: Prompt, decoding: Decoding) -> Output:
+    def streamed(self, prompt: Prompt, decoding: Decoding) -> Output:
         """As in EngineServer; each message with tokens is a speculation step."""
         body: dict[str, Any] = {
             "model": self.model,

@@ -119,13 +119,18 @@ class Journal(AbstractContextManager["Journal"]):
             if enough(number):
                 bar.close()
                 break
-            # through JSON, so that a result is the same in this process and after a restart
-            value = json.loads(json.dumps(measure(number, row), default=dataclasses.asdict))
-            with disk_full_explained(self.path), self.path.open("a", encoding="utf-8") as file:
-                file.write(_line([stage, number, value]))
-            results.append(value)
-            self.results[stage] = results
+            results = self.add(stage, measure(number, row))
         return [read(value) for value in results]
+
+    def add(self, stage: str, value: Any) -> list[Any]:
+        """Append the next result of a stage; returns all its results as JSON. Raises UserError."""
+        results = self.results.setdefault(stage, [])
+        # through JSON, so that a result is the same in this process and after a restart
+        value = json.loads(json.dumps(value, default=dataclasses.asdict))
+        with disk_full_explained(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write(_line([stage, len(results), value]))
+        results.append(value)
+        return results
 
     def once(
         self,

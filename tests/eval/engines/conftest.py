@@ -2,7 +2,16 @@
 
 import pytest
 
+from eval.engines.engine_server import EngineServer
+from eval.engines.server import PATIENT
 from tests.fake_vllm import FakeVllm
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch):
+    monkeypatch.setattr(
+        EngineServer, "retries", PATIENT.new(total=3, backoff_factor=0.05, backoff_jitter=0)
+    )
 
 
 @pytest.fixture

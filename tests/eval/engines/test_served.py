@@ -1,6 +1,8 @@
 """Drafts behind vLLM servers, fake ones: the report, the command, and every way they can fail."""
 
 import json
+import multiprocessing
+import time
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,19 @@ def test_other_tokens_are_not_explained_away(fake):
     assert find_warnings(report)[0].code == "mismatch"
 
 
+def test_an_overloaded_server_is_asked_again_and_the_last_try_is_timed(fake):
+    """A storm that lasts longer ends the draft."""
+    drafting = fake(3, faults=[None, 503, (429, {"Retry-After": "0"}), "cut"])
+    report = measure(drafting, fake(1))
+    draft = report.drafts["served"]
+    assert (draft.speedup.n, len(drafting.streamed)) == (3, 1 + 3 + 3)
+    assert draft.per_prompt[0].seconds < 0.15  # the second and third tries waited for 0.1 and 0.2 s
+    assert draft.counters.num_drafts == 3 * 7
+    report = measure(fake(3, faults=[None, None, *[503] * 9]), fake(1))
+    assert report.drafts["served"].speedup.n == 1
+    assert "answered 503" in report.provenance["failures"]
+
+
 @pytest.mark.parametrize("fault", ["dies_after", "refuses_after"])
 def test_a_server_that_fails_midway_leaves_what_was_measured(fake, fault):
     report = measure(fake(3, **{fault: 4}), fake(1))  # the warm-up, two prompts, and a reading
@@ -214,6 +229,35 @@ def test_command_with_two_servers_and_loads(fake, tmp_path, prompts, capsys):
     assert "'one'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("killed_at", "more", "twice"), [(20, [], 2), (50, [], 8), (20, ["--seed", "7"], 22)]
+)
+def test_a_killed_evaluation_goes_on_where_it_was(fake, tmp_path, prompts, killed_at, more, twice):
+    """It repeats only the output, or the pass of a load, in progress; all with other settings."""
+    servers = fake(3, delay=0.02), fake(1, delay=0.02)
+    load = ["--concurrency", "1", "--temperature", "0.5"]
+
+    def run(*more):
+        return command(prompts, tmp_path, *urls(*servers), *load, *more)
+
+    def asked():
+        return sum(body["max_tokens"] == 20 for server in servers for body in server.streamed)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    while asked() < killed_at:
+        time.sleep(0.005)
+    process.kill()
+    process.join()
+    assert run(*more) == 0
+    once = 2 * (10 * 2 + 2 * (1 + 5 + 1))  # outputs, sampled and greedy, and two passes
+    assert once + (20 if more else 0) <= asked() <= once + twice
+    report = read_report(tmp_path / "report" / "report.json")
+    draft = report.drafts["served"]
+    assert (draft.speedup.n, draft.lossless.identical) == (10, 10)
+    assert (draft.by_load[0].concurrency, draft.counters.num_drafts) == (1, 70)
+
+
 @pytest.fixture
 def start(monkeypatch):
     """Replaces the start of a vLLM; a draft of gamma tokens has all but one accepted."""
@@ -221,7 +265,7 @@ def start(monkeypatch):
     def replaced(make=lambda config: FakeVllm(step=config["num_speculative_tokens"])):
         starter = Starter(lambda config: FakeVllm() if config is None else make(config))
         monkeypatch.setattr(local_vllm, "serve_vllm", starter.serve)
-        monkeypatch.setattr(VllmServers, "program", lambda: None)
+        monkeypatch.setattr(VllmServers, "program", staticmethod(lambda: Path("env/bin/python")))
         return starter
 
     return replaced
