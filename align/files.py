@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -79,13 +80,14 @@ def locked(path: str | Path) -> Iterator[None]:
     Waits while another process holds the lock, and prints that it waits.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path.with_name(f".{path.name}.lock"))
-    try:
-        held = lock.acquire(timeout=2)
-    except Timeout:
-        print(f"Waiting for another process that prepares {path} …", file=sys.stderr)
-        held = lock.acquire()
+    with write_errors_explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path.with_name(f".{path.name}.lock"))
+        try:
+            held = lock.acquire(timeout=2)
+        except Timeout:
+            print(f"Waiting for another process that prepares {path} …", file=sys.stderr)
+            held = lock.acquire()
     with held:
         yield
 
@@ -99,7 +101,7 @@ def remove(path: Path) -> None:
 @contextmanager
 def _partial_of(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; a file that has it at the end is deleted."""
-    with disk_full_explained(path):
+    with write_errors_explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         for lock in path.parent.glob(f".{glob.escape(path.name)}.????????.partial.lock"):
             with suppress(Timeout), FileLock(lock, blocking=False):
@@ -148,14 +150,19 @@ def _sync(folder: Path) -> None:
 
 
 @contextmanager
-def disk_full_explained(path: Path) -> Iterator[None]:
-    """Replace the exceptions that a full disk causes by a UserError that names `path`."""
+def write_errors_explained(path: Path) -> Iterator[None]:
+    """Replace the exceptions of a full disk or a missing permission by a UserError with `path`."""
     try:
         yield
     except Exception as error:
         # a UserError is that of a file within a folder; the folder is named instead
         reason = error.__cause__ if isinstance(error, UserError) else error
         code = reason.errno if isinstance(reason, OSError) else None
+        if code in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise UserError(
+                f"{path} cannot be written ({os.strerror(code)}); its earlier content is unchanged."
+                " Make its folder writable, then run the same command again."
+            ) from reason
         full = code in (errno.ENOSPC, errno.EDQUOT)
         if not full and not any(text in str(reason) for text in _DISK_FULL):
             raise
@@ -167,7 +174,11 @@ def disk_full_explained(path: Path) -> Iterator[None]:
 
 def refuse_unwritable(folder: Path) -> None:
     """Raise UserError if this process cannot create the folder or write into it."""
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        reason = "is read-only for you" if nearest.is_dir() else "is a file"
-        raise UserError(f"{folder} cannot be written, because {nearest} {reason}; name another.")
+    try:
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=nearest) as file:  # a permission alone does not tell
+            file.write(b"0")
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be written ({error}); make it writable, or name another."
+        ) from error

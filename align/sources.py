@@ -193,7 +193,10 @@ def weight_files(folder: Path) -> list[Path]:
     if whole.is_file():
         return [whole]
     if index.is_file():
-        return sorted({folder / name for name in read_json(index)["weight_map"].values()})
+        named = read_json(index).get("weight_map")
+        if not named or not isinstance(named, dict):
+            raise SourceError(f"{index} names no weights; fetch or copy the checkpoint again.")
+        return sorted({folder / name for name in named.values()})
     return sorted(folder.glob("*.safetensors"))
 
 
@@ -234,7 +237,8 @@ def load_model(spec: str, dtype: torch.dtype, device: str = "cpu") -> PreTrained
     """The causal language model of a checkpoint in `dtype`, in evaluation mode.
 
     device: "auto" spreads the layers over all GPUs of this process. A GPU reads its weights from
-    the files, so that several processes do not fill the machine's memory with copies.
+    the files, so that several processes do not fill the machine's memory with copies. "meta"
+    checks names and shapes of the weights by the files' headers, and reads no weights.
     Raises SourceError if the model cannot be read, if weights are missing (transformers would fill
     them with random numbers and only warn), or if it does not fit on the GPUs.
     """
@@ -267,11 +271,11 @@ def load_model(spec: str, dtype: torch.dtype, device: str = "cpu") -> PreTrained
             f"The weights of {spec!r} cannot be read ({_one_line(error)}); they are damaged or "
             f"incomplete: fetch or copy {folder} again."
         ) from error
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         reason = _one_line(error).partition(" for this kind of")[0]  # then all classes follow
         raise SourceError(
-            f"{spec!r} cannot be loaded as a causal language model ({reason}); name a decoder-only "
-            "text model."
+            f"{spec!r} cannot be loaded as a causal language model ({reason}); correct its "
+            "config files, or name a decoder-only text model."
         ) from error
     _refuse_incomplete(spec, loaded)
     # accelerate keeps layers that did not fit on the CPU, or as `meta` tensors
@@ -619,7 +623,8 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SourceError(
-            f"{path} cannot be read ({_one_line(error)}); restore the file."
+            f"{path} cannot be read ({_one_line(error)}); restore it. If a run has made it, "
+            "delete it, or its folder draft/ or prepared/."
         ) from error
     if not isinstance(content, dict):
         raise SourceError(f"{path} holds no JSON object; restore the file.")

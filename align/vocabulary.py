@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ def _parse(spec: str, folder: Path) -> Vocabulary:
     backend = backend_of(tokenizer)
     tokens = backend_tokens(backend)
     top = read_json(folder / "config.json")
-    config = top.get("text_config", top)
+    config = top.get("text_config") or top
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
     special_ids = {name: getattr(tokenizer, f"{name}_id") for name in SPECIAL_NAMES}
@@ -205,4 +206,4 @@ def _parse(spec: str, folder: Path) -> Vocabulary:
 
 
 def _as_set(ids: int | list[int] | None) -> set[int]:
-    return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+    return set() if ids is None else set(map(index, ids if isinstance(ids, list) else [ids]))

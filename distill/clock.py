@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import psutil
 from accelerate import PartialState
 from transformers import TrainerCallback
 
+from align.errors import UserError
 from align.files import write_json
 from align.machine import from_first
 from align.sources import read_json
@@ -61,7 +63,8 @@ class Clock:
         while not over:
             over = self.ended.wait(KEPT_EVERY)
             if self.path.exists():  # `claim_folder` has been passed
-                self.keep()
+                with suppress(UserError):  # a full disk ends the run where it needs the disk
+                    self.keep()
 
     def seconds(self) -> float:
         return time.monotonic() - self.start

@@ -8,7 +8,7 @@ from typing import Any
 
 from align.files import write_json
 from align.machine import free_memory
-from align.sources import read_json
+from align.sources import opened_weights, read_json, weight_files
 from distill.card import USUAL_GAMMA, write_card
 from distill.clock import EVALUATED, TRAINED, Clock
 from distill.held_out import held_out_curve
@@ -44,6 +44,9 @@ def evaluate(
     cannot be measured. If a server fails midway, the report of the measured prompts is written.
     """
     folder = recipe.folder
+    for path in weight_files(folder / "draft"):  # not measured if there is a trimmed checkpoint
+        with opened_weights(path):  # compares header and file size
+            pass
     made_by = provenance(recipe, prompts, clock.seconds())
     if recipe.answers == "server":
         report = _measured_served(recipe, prompts, made_by)

@@ -29,6 +29,7 @@ from align.sources import (
     refuse_quantised,
     resolve_checkpoint,
     weight_files,
+    weights_cached,
 )
 from align.transplant import resized, transplant
 from align.trim import byte_units, choose_tokens
@@ -82,7 +83,7 @@ class Pair:
 
 
 def check_models(recipe: Recipe) -> Pair:
-    """The pair, read from files alone; no weights are fetched.
+    """The pair, read from files alone. A dry run fetches no weights; a run fetches them all first.
 
     Raises UserError where the draft cannot be made or trained; SourceError names files that
     are missing, damaged, or of other tokenizers.
@@ -93,12 +94,13 @@ def check_models(recipe: Recipe) -> Pair:
             "the whole target on the same GPUs; start one (accelerate launch --num_processes 1), "
             "or use a server (answers: server)."
         )
-    target = read_vocabulary(recipe.target)
-    draft = target if recipe.sibling is None else read_vocabulary(recipe.sibling)
+    served, fetch = recipe.answers == "server", not recipe.dry_run
+    target = read_vocabulary(recipe.target, weights=fetch and not served)
+    draft = target if recipe.sibling is None else read_vocabulary(recipe.sibling, weights=fetch)
     published = None  # config.json of a published draft that the recipe starts from
     if recipe.draft is not None and recipe.sibling is None:
-        published = read_json(resolve_checkpoint(recipe.draft, weights=False) / "config.json")
-    if recipe.answers != "server":  # else neither is decoded here
+        published = read_json(resolve_checkpoint(recipe.draft, weights=fetch) / "config.json")
+    if not served:  # else neither is decoded here
         refuse_quantised(recipe.target, target.folder)
         for spec in filter(None, (recipe.target, recipe.sibling)):
             refuse_undecodable(load_config(spec))
@@ -118,6 +120,9 @@ def check_models(recipe: Recipe) -> Pair:
         if recipe.draft_vocab_size is not None:
             mass = torch.zeros(target.vocab_size)
             choose_tokens(mass, recipe.draft_vocab_size, forced_tokens(target))
+    for spec in filter(None, (None if served else recipe.target, recipe.sibling)):
+        if weights_cached(spec):
+            load_model(spec, torch.float32, "meta")
     layers = recipe.kind.target_layers(target.config, published)
     return Pair(target, draft, verdict, strategy, vocab_map, layers, mask)
 
@@ -133,7 +138,7 @@ def with_published_kind(recipe: Recipe) -> Recipe:
     about = read_json(folder / "config.json")
     published = published_format(folder)
     if published is None:
-        parallel = "pard_token" in about
+        parallel = about.get("pard_token") is not None
         if parallel and recipe.drafter is None:
             return build_recipe(recipe.values() | {"drafter": "pard"})
         if (parallel and recipe.kind_name != "pard") or not recipe.kind.language_model:

@@ -12,6 +12,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,9 @@ def _kept(recipe: Recipe) -> Prompts:
 
     def part(name: str, source: str) -> PromptSet:
         path = folder / f"{name}.jsonl"
-        prompts = load_prompts(str(path)) if ids[name] else []
+        prompts: list[Prompt] = []
+        with suppress(PromptError):  # a damaged file has none
+            prompts = load_prompts(str(path)) if ids[name] else []
         if len(prompts) != len(ids[name]):
             raise PromptError(
                 f"{path} has {len(prompts)} prompts, but the run began with {len(ids[name])}; "
@@ -151,6 +154,9 @@ def _chosen(recipe: Recipe, target: Vocabulary) -> Prompts:
     prompts, overlap = training_prompts(recipe.train_prompts, compared, limit, recipe.seed)
     longest = max(recipe.answer_max_new_tokens, recipe.max_new_tokens)
     pool = rendered(recipe.train_prompts, longest, prompts)
+    measured_ids = set(map(tuple, measured.ids))  # a cut may have made prompts equal
+    rendered_pool = zip(pool.prompts, pool.ids, strict=True)
+    pool = pool.of_ids({p.id for p, ids in rendered_pool if tuple(ids) not in measured_ids})
     tuning, others = pool.first(recipe.tuning_prompts), pool.after(recipe.tuning_prompts)
     if not others.prompts:
         raise PromptError(
@@ -202,8 +208,8 @@ def training_prompts(
     kept, overlap = drop_overlap((source[i] for i in order), eval_prompts, limit)
     if not kept:
         raise PromptError(
-            f"All {len(source)} training prompts of {spec!r} repeat evaluation prompts; train on "
-            "others, or put text that all prompts share (a schema, rules) into a system message."
+            f"The first {overlap.dropped} training prompts of {spec!r} repeat evaluation prompts; "
+            "train on others, or put text that all share (a schema, rules) into a system message."
         )
     refuse_repeated_ids(kept, spec)
     refuse_server_only(kept)

@@ -65,6 +65,8 @@ def check_files(run: Path) -> None:
         path = _present(run / name)
         _ = read_yaml(path) if path.suffix == ".yaml" else read_json(path)
     draft = run / "draft"
+    if empty := [path for path in draft.rglob("*") if path.is_file() and not path.stat().st_size]:
+        raise PublishError(f"{empty[0]} is empty; delete {draft} and start the run again")
     for path in weight_files(draft) or [draft / "model.safetensors"]:
         with opened_weights(_present(path), "numpy"):  # compares header and file size
             pass

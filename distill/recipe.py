@@ -161,7 +161,8 @@ _REQUIRED = [key for key, f in OWN.items() if f.default is dataclasses.MISSING]
 _TRAINING: list[tuple[Any, str]] = [
     (Count, "per_device_train_batch_size gradient_accumulation_steps ddp_timeout"),
     (Literal[-1] | AtLeastNone, "max_steps"),  # 0: the base draft is kept
-    (AtLeastNone, "seed data_seed dataloader_num_workers"),
+    (Annotated[int, Field(ge=0, lt=2**32)], "seed"),  # numpy's limit
+    (AtLeastNone, "data_seed dataloader_num_workers"),
     (NotNegative, "learning_rate warmup_steps weight_decay max_grad_norm"),
     (Positive, "num_train_epochs logging_steps save_steps adam_epsilon"),
     (BelowOne, "adam_beta1 adam_beta2"),
@@ -294,7 +295,9 @@ def _from_command_line(key: str, text: str) -> Any:
         value = _yaml().load(text)
     except YAMLError:
         return text
-    return value if _fits(key, value) and not isinstance(value, str) else text
+    if isinstance(value, str) or (_fits(key, text) and not _fits(key, value)):
+        return text
+    return value
 
 
 def _fits(key: str, value: Any) -> bool:

@@ -35,7 +35,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTConfig, SFTTrainer
 
 from align.errors import UserError
-from align.files import atomic_file, disk_full_explained, remove, write_json
+from align.files import atomic_file, remove, write_errors_explained, write_json
 from align.machine import free_memory, from_first
 from align.sources import SourceError, on_hub, read_json
 from distill.clock import Clock, TrainingClock
@@ -306,7 +306,7 @@ class DraftTrainer(SFTTrainer):
         self.accelerator.wait_for_everyone()
         # an older checkpoint is deleted when this one is complete
         limit, self.args.save_total_limit = self.args.save_total_limit, None
-        with disk_full_explained(folder):
+        with write_errors_explained(folder):
             super()._save_checkpoint(model, trial)
         self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
@@ -386,6 +386,8 @@ def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
             "greater_is_better": True,
             "restore_callback_states_from_checkpoint": True,
         }
+    elif values.get("save_strategy") == "best":
+        values["save_strategy"] = "no"  # nothing is measured
     try:
         config = SFTConfig(
             **values,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,14 +13,18 @@ from eval.prompts import Prompt
 
 SHINGLE = 5  # words in a shingle, the unit of comparison
 # In scripts without spaces between words, from Thai to Han, each character counts as a word.
-UNSPACED = "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]"
+UNSPACED = "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff𠀀-\U0003ffff]"
 WORD = re.compile(rf"{UNSPACED}|(?:(?!{UNSPACED})\w)+")
 NEAR_DUPLICATE = 0.5  # Jaccard similarity from which two texts are near-duplicates
 CONTAINED = 0.8  # share of the shorter text's shingles from which they are near-duplicates, too
+HOPELESS = 1000  # training prompts of which all are near-duplicates; then no more are read
 
 
 def shingles(text: str) -> frozenset[str]:
     """All runs of SHINGLE words of a text, in lower case; a shorter text is one run."""
+    if not text.isascii():  # without accents and vowel marks, and in one width
+        decomposed = unicodedata.normalize("NFKD", text)
+        text = "".join(c for c in decomposed if not unicodedata.combining(c))
     words = WORD.findall(text.lower()) or text.split()  # a text may be emoji only
     count = max(len(words) - SHINGLE + 1, 1)
     return frozenset(" ".join(words[i : i + SHINGLE]) for i in range(count))
@@ -77,7 +82,7 @@ def drop_overlap(
     kept: dict[str, Prompt] = {}
     dropped, repeated, largest = 0, 0, 0.0
     for prompt in prompts:
-        if len(kept) == limit:
+        if len(kept) == limit or (not kept and dropped == HOPELESS):
             break
         near, similarity = held_out.closest(prompt.text)
         if near:

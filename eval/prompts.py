@@ -60,7 +60,7 @@ CODE, DOCSTRING = "{code}", "{docstring}"  # replaced by the parts of a Python f
 INSTRUCTING = ("system", "developer")  # roles whose messages ask no question
 KNOWN = ("user", "assistant", "tool")  # roles that all templates render
 SPEAKERS = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
-TELLING = 40  # characters; a shorter turn does not identify a prompt
+TELLING = 60  # characters; a shorter turn does not identify a prompt
 EXAMPLE = '{"prompt": "…"} or {"messages": [{"role": "…", "content": "…"}]}'
 PROMPTS = {"prompt", "messages", "conversations"}
 UNREAD = re.compile(  # names of fields that are part of a prompt and are not read
@@ -95,19 +95,23 @@ def _refuse_parts(fields: dict[str, Any]) -> None:
 def _says_or_calls(turn: dict[str, Any]) -> dict[str, Any]:
     _refuse_parts(turn)
     calls = turn.get("tool_calls") or []
-    if not calls:  # templates test for the key, not for an empty list
-        turn.pop("tool_calls", None)
+    # clients write null or an empty list for nothing, but templates test for the key
+    for name in [name for name, value in turn.items() if value in (None, [])]:
+        if name != "content":
+            del turn[name]
     if turn.get("content") is None and (turn["role"] != "assistant" or not calls):
         raise ValueError("no `content`; only an assistant's message with `tool_calls` needs none")
     for call in calls:
         function = call.get("function")
         if not isinstance(function, dict) or "name" not in function:
             raise ValueError('`tool_calls` should be [{"function": {"name": …, "arguments": {…}}}]')
-        if isinstance(arguments := function.get("arguments"), str):
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
             try:
-                function["arguments"] = from_json(arguments or "{}") or {}
+                arguments = from_json(arguments or "{}") or {}
             except ValueError as error:
                 raise ValueError(f"`arguments` is {arguments!r}, not JSON ({error})") from error
+        function["arguments"] = arguments
     return turn
 
 
@@ -363,7 +367,7 @@ def _message(turn: Any) -> Any:
     """A turn of `conversations` as a message."""
     if not isinstance(turn, dict) or "from" not in turn:
         return turn
-    if turn["from"] not in SPEAKERS:
+    if turn["from"] not in [*SPEAKERS]:  # it may be a list
         raise ValueError(f"`from` is {turn['from']!r}, but should be one of {', '.join(SPEAKERS)}")
     return {"role": SPEAKERS[turn["from"]], "content": turn.get("value")}
 

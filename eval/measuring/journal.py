@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from align.files import atomic_file, disk_full_explained
+from align.files import atomic_file, write_errors_explained
 
 JOURNAL = "measured.jsonl"  # the journal's name in the report's folder
 INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
@@ -127,7 +127,7 @@ class Journal(AbstractContextManager["Journal"]):
         results = self.results.setdefault(stage, [])
         # through JSON, so that a result is the same in this process and after a restart
         value = json.loads(json.dumps(value, default=dataclasses.asdict))
-        with disk_full_explained(self.path), self.path.open("a", encoding="utf-8") as file:
+        with write_errors_explained(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(_line([stage, len(results), value]))
         results.append(value)
         return results

@@ -205,6 +205,7 @@ def over_stock_generate(
         pad_token_id=min(decoding.stops, default=0),
     )
     stock: Any = target.model  # transformers wraps `generate` in a type that mypy cannot call
+    stock.generation_config = GenerationConfig()  # else its penalties and searches would be added
     rows: list[tuple[float, ...]] = []
     timed = list(zip(prompts.prompts, prompts.ids, strict=True))[:STOCK_PROMPTS]
     bar = tqdm([timed[0], *timed], desc="stock generate", unit="prompt")

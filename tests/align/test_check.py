@@ -55,6 +55,7 @@ def told(verdict, *codes):
     ("draft", "relation", "strategy"),
     [
         ({}, "identical", "direct"),
+        ({"config": {"text_config": None}}, "identical", "direct"),
         ({"rows": 64}, "padded", "padded"),
         ({"config": {"vocab_size": 3, "text_config": {"vocab_size": 64}}}, "padded", "padded"),
         ({"added": ("<s>", "</s>", "[PAD10]", "[PAD11]")}, "padded", "padded"),

@@ -232,6 +232,10 @@ def with_tensor(name, tensor, lost=None):
     return edit
 
 
+def with_two_sequences(folder):
+    (folder / "generation_config.json").write_text('{"num_return_sequences": 2}')
+
+
 def config_is(text):
     return lambda folder: (folder / "config.json").write_bytes(text)
 
@@ -255,13 +259,16 @@ def config_is(text):
         (lambda folder: (folder / "adapter_config.json").touch(), "TOK-013"),
         (lambda folder: truncate(folder / "model.safetensors"), "damaged"),
         (with_tensor("ids", WHOLE.long(), lost="mlp.up_proj.weight"), "up_proj"),
+        (with_two_sequences, "num_return_sequences"),
+        (lambda folder: edit_config(folder, hidden_size=64), "cannot be read"),
         *((config_is(text), "config.json") for text in (b"", b"{", b"[]", b"\xff")),
     ],
 )
-def test_a_checkpoint_that_is_refused(checkpoint, spoil, value):
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_checkpoint_that_is_refused(checkpoint, spoil, value, device):
     spoil(checkpoint)
     with pytest.raises(SourceError, match=value):
-        load_model(str(checkpoint), torch.float32)
+        load_model(str(checkpoint), torch.float32, device)
 
 
 def test_an_ill_formed_tokenizer(checkpoint):
@@ -301,6 +308,10 @@ def test_shards_that_the_index_does_not_name_are_not_read(checkpoint):
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(weights))
     with pytest.raises(SourceError, match="model-00003-of-00003"):  # found before it is read
         resolve_checkpoint(str(checkpoint))
+    for named in ({}, {"weight_map": None}, {"weight_map": {}}):
+        (checkpoint / "model.safetensors.index.json").write_text(json.dumps(named))
+        with pytest.raises(SourceError, match="names no weights"):
+            weight_files(checkpoint)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to put it on")

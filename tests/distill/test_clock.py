@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from align.errors import UserError
 from distill import clock as clock_module
 from distill import train
 from distill.clock import CLOCK, Clock, TrainingClock, answers_in_time
@@ -35,6 +36,21 @@ def test_a_run_that_goes_on_counts_what_it_had_used(time, tmp_path):
     time.now = 1050.0
     assert second.left(1.0) == 400
     assert second.left(1 / 3) == 0
+
+
+def test_a_disk_that_is_full_does_not_stop_the_clock(tmp_path, monkeypatch):
+    def full(clock):
+        tried.append(clock)
+        raise UserError("The disk is full")
+
+    tried = []
+    monkeypatch.setattr(clock_module, "KEPT_EVERY", 0.001)
+    monkeypatch.setattr(Clock, "keep", full)
+    (tmp_path / CLOCK).write_text('{"seconds": 1.0, "training": null}')
+    with Clock(tmp_path, None) as clock:
+        while len(tried) < 2 and clock.keeper.is_alive():
+            sleep(0.01)
+        assert clock.keeper.is_alive()
 
 
 def test_without_minutes_nothing_ends_by_time(time, tmp_path):

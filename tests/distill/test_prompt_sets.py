@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import shutil
+import unicodedata
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,6 +85,23 @@ def test_near_duplicates_in_scripts_without_spaces(text):
     assert changed != text
     assert index.closest(changed)[0]
     assert not index.closest(text[::-1])[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        ("اكتب بندا يمنع المستأجر من تأجير", "اُكْتُبْ بَنْدًا يَمْنَعُ المُسْتَأْجِرَ مِنْ تَأْجِيرِ"),
+        (
+            "Viết một điều khoản về bảo hành",
+            unicodedata.normalize("NFD", "Viết một điều khoản về bảo hành"),
+        ),
+        ("契約データヲ渡サナイ", "契約ﾃﾞｰﾀｦ渡ｻﾅｲ"),
+        ("𠀀𠀁𠀂𠀃𠀄𠀅𠀆𠀇𠀈𠀉𠀊𠀋", "𠀀𠀁𠀂𠀃𠀄𠀅𠀆𠀇𠀈𠀉𠀊𠀌"),
+    ],
+)
+def test_near_duplicates_in_another_way_of_writing(text, other):
+    assert text != other
+    assert NearDuplicates([text]).closest(other)[0]
 
 
 def test_what_is_similar_is_found_with_its_similarity():
@@ -482,6 +500,11 @@ def test_a_dry_run_shows_a_prompt_as_the_target_reads_it(chat, monkeypatch, caps
     print_example(prompts.training.ids[0], load_tokenizer(target.spec))
     cut = len(f"{asked}</s>\nthe") - 10
     assert f"    {asked[:5]} [… {cut} characters …] >\n    the[" in capsys.readouterr().out
+
+
+def test_a_cut_prompt_that_equals_an_evaluation_prompt_is_not_trained_on(chat):
+    with pytest.raises(PromptError, match="0 different training prompts"):
+        collect_prompts(*chat(max_prompt_length=2, long_prompts="truncate_left"))
 
 
 def test_long_prompts_are_left_out_before_some_are_set_aside(chat):

@@ -167,6 +167,7 @@ def test_a_value_that_is_missing_ends_with_status_2(arguments):
         ("learning_rate: .nan", ".nan"),
         ("learning_rate: -0.1", "-0.1"),
         ("max_steps: -2", "-2"),
+        ("seed: 4294967296", "4294967296"),
         ("num_train_epochs: 0", "0"),
         ("per_device_train_batch_size: 0", "0"),
         ("use_peft: 1", "1"),
@@ -182,8 +183,12 @@ def test_a_value_that_is_missing_ends_with_status_2(arguments):
 )
 def test_ill_typed_values_are_refused(loaded, line, value):
     key = line.partition(":")[0]
-    with pytest.raises(RecipeError, match=re.escape(f"{key} is {value}")):
+    with pytest.raises(RecipeError, match=re.escape(f"{key} is {value}")) as refused:
         loaded(line)
+    if "'" not in line:
+        with pytest.raises(RecipeError) as told:
+            loaded("", f"--{key}", line.partition(": ")[2])
+        assert str(told.value) == str(refused.value)
 
 
 @pytest.mark.parametrize(

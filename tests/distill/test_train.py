@@ -1,6 +1,7 @@
 import dataclasses
 import errno
 import json
+import os
 import random
 import re
 import shutil
@@ -11,7 +12,7 @@ import weakref
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import BloomConfig, Lfm2Config, LlamaConfig, MambaConfig
+from transformers import BloomConfig, Lfm2Config, LlamaConfig, LlamaForCausalLM, MambaConfig
 
 from align.errors import UserError
 from align.files import atomic_file
@@ -40,15 +41,37 @@ def test_a_full_disk_ends_a_run_with_its_reason_alone(tmp_path, monkeypatch, cap
     assert "Traceback" not in shown
 
 
+@pytest.mark.parametrize("place", ["file", "a" * 300, "/proc/run"])  # root may write to any folder
 @pytest.mark.parametrize("cache", [False, True])
-def test_what_cannot_be_written_is_refused_first(job, tmp_path, monkeypatch, cache):
+def test_what_cannot_be_written_is_refused_first(job, tmp_path, monkeypatch, cache, place):
     (tmp_path / "file").touch()
     if cache:
-        monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "file"))
+        monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / place))
     monkeypatch.setattr(train, "check_models", no_target)
-    recipe = job(tmp_path / ("run" if cache else "file/run"))
-    with pytest.raises(ValueError, match=f"because {tmp_path / 'file'} is a file"):
+    recipe = job(tmp_path / ("run" if cache else f"{place}/run"))
+    if place == "/proc/run" and not cache:
+        recipe = dataclasses.replace(recipe, output_dir=place)
+    with pytest.raises(UserError, match="cannot be written"):
         run(recipe)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_target_of_the_hub_is_there_before_its_outputs_are_looked_up(
+    folder, job, tmp_path, monkeypatch, dry_run
+):
+    """They are stored by the hash of its weights, and a dry run fetches none."""
+
+    def fetch(spec, patterns):
+        (tmp_path / "hub").mkdir(exist_ok=True)
+        for path in (folder / "target").iterdir():
+            if path.suffix != ".safetensors" or "*.safetensors" in patterns:
+                shutil.copy(path, tmp_path / "hub")
+        return tmp_path / "hub"
+
+    monkeypatch.setattr("align.sources._from_hub", fetch)
+    recipe = job(tmp_path / "run", target="org/target", **PRUNED, dry_run=dry_run)
+    found = weights_sha256(str(check_models(recipe).target.folder))
+    assert found == (None if dry_run else weights_sha256(str(folder / "target")))
 
 
 def test_shards_of_an_older_checkpoint_are_not_read(folder, job, tmp_path):
@@ -109,11 +132,13 @@ def no_target(*_, **__):
     raise AssertionError("the target was loaded")
 
 
+SMALL = {"vocab_size": 300, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 STRANGE = {
     "mamba": MambaConfig(num_hidden_layers=1, hidden_size=8),
     "lfm2": Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]),
     "bloom": BloomConfig(),
-    "short": LlamaConfig(vocab_size=300, max_position_embeddings=32),
+    "short": LlamaForCausalLM(LlamaConfig(max_position_embeddings=32, **SMALL)),
+    "hollow": LlamaConfig(vocab_size=300),
 }
 
 
@@ -130,6 +155,7 @@ STRANGE = {
         ({"target": "bloom"}, "max_position_embeddings"),
         ({"draft": "mamba"}, "linear_attention"),  # it would be found out when it is trained
         ({"draft": "short"}, "32 positions"),
+        ({"draft": "hollow"}, "model.safetensors"),
     ],
 )
 def test_what_the_files_refute_is_refused_first(
@@ -137,7 +163,7 @@ def test_what_the_files_refute_is_refused_first(
 ):
     read = models.read_vocabulary
     monkeypatch.setattr(models, "load_target", no_target)
-    monkeypatch.setattr(models, "read_vocabulary", lambda spec: read(str(folder / "target")))
+    monkeypatch.setattr(models, "read_vocabulary", lambda *_, **__: read(str(folder / "target")))
     for key in changes.keys() & {"target", "draft"}:
         if changes[key] in STRANGE:
             STRANGE[changes[key]].save_pretrained(tmp_path / "model")
@@ -288,6 +314,9 @@ def test_a_finished_run_keeps_what_is_needed_and_can_be_run_again(finished, tmp_
     shutil.rmtree(folder / "draft")  # it is made again from the last checkpoint
     assert run(recipe) == 0
     assert weights.read_bytes() == tuned
+    os.truncate(folder / "draft" / "model.safetensors", 999)  # not measured, but served
+    with pytest.raises(UserError, match=r"draft/model\.safetensors"):
+        run(recipe)
 
 
 @pytest.mark.real

@@ -267,6 +267,11 @@ def test_a_recipe_without_a_learning_rate_trains_at_that_of_its_draft(draft, use
     assert training_config(build_recipe(keys | {"learning_rate": 0.1})).learning_rate == 0.1
 
 
+def test_without_held_out_prompts_no_checkpoint_is_the_best(tmp_path, train, tiny_model):
+    train(tiny_model(), made_answers(), recipe_in(tmp_path, save_strategy="best", max_steps=1))
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
 @pytest.mark.parametrize("optim", ["adamv_torch", "grokadamw"])
 def test_an_optimiser_that_is_not_there_is_refused_first(tmp_path, optim):
     with pytest.raises(RecipeError, match=f"SFTConfig refuses .*{optim}"):

@@ -109,11 +109,15 @@ def test_conversations_in_the_forms_of_other_data_sets(written):
 def test_an_empty_list_of_calls_is_none(written):
     turns = [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b", "tool_calls": []},
+        {"role": "assistant", "content": "b", "tool_calls": [], "refusal": None, "name": None},
         {"role": "user", "content": "c", "tool_calls": None},
     ]
     (prompt,) = load_prompts(written([{"messages": turns}]))
     assert [turn.keys() for turn in prompt.messages] == [{"role", "content"}] * 3
+    for nothing in ({}, {"arguments": None}, {"arguments": "null"}, {"arguments": ""}):
+        calling = {"role": "assistant", "tool_calls": [{"function": {"name": "f"} | nothing}]}
+        (prompt,) = load_prompts(written([{"messages": [*turns[:1], calling, *turns[2:]]}]))
+        assert prompt.messages[1]["tool_calls"][0]["function"]["arguments"] == {}
 
 
 def test_conversations_of_several_turns_and_functions(written):
@@ -150,6 +154,7 @@ def talk(*turns, **fields):
 
 UNFINISHED = {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
 HALF_A_CHARACTER = {"tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]}
+NESTED = {"tool_calls": [{"function": {"name": "f", "arguments": "[" * 9999}}]}
 NAMELESS = {"tool_calls": [{"name": "f"}]}
 ASKED = {"role": "user", "content": "a"}
 CALLED = {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}}
@@ -201,6 +206,8 @@ CALLED = {"role": "assistant", "content": "", "function_call": {"name": "f", "ar
         (b'{"conversations": [{"from": "human", "value": "a"}], "prompt": "b"}', "both of"),
         ('{"prompt": "a"}'.encode("utf-16"), "UTF-8"),
         (b'\n{"prompt": "a",}', "line 2: Invalid JSON: trailing comma at column 16"),
+        (talk({"role": "assistant"} | NESTED), "`messages` `0`"),
+        (b'{"conversations": [{"from": ["human"], "value": "a"}]}', "`from`"),
         (talk(chat_template_kwargs="x"), "`chat_template_kwargs`"),
         (b'{"conversations": [{"from": "bing", "value": "a"}]}', "'bing'"),
         (b'{"conversations": [{"from": "human"}]}', "`messages` `0`"),
