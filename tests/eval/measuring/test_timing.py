@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from eval.decoding.drafters.lookup import lookup_first
 from eval.decoding.loop import Decoding, decode
@@ -184,7 +185,10 @@ def test_every_prompt_is_decoded_by_everybody(target, own, other, journal):
     assert max(made[2][0].drafted) == 3
 
 
-def test_stock_generate_is_timed_on_the_same_prompts(target):
+def test_stock_generate_is_timed_on_the_same_prompts(target, monkeypatch):
+    """As it comes: a checkpoint's own penalties, or its contrastive search, would slow it down."""
+    odd = GenerationConfig(penalty_alpha=0.6, top_k=4, repetition_penalty=1.5)
+    monkeypatch.setattr(target.model, "generation_config", odd)
     rows = over_stock_generate(target, SET, Decoding(Sampling(), frozenset({0}), 8))
     assert len(rows) == 3
     assert all(min(row) > 0 for row in rows)
