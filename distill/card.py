@@ -63,7 +63,8 @@ def write_card(
     base_model = recipe.draft or hub_id or spec
     gamma = served_gamma(reports, weights)
     try:
-        drafting = speculation(publication.name, gamma, run / "draft")
+        method = recipe.draft_sample_method
+        drafting = speculation(publication.name, gamma, run / "draft", False, method)
         vllm = shlex.join(["vllm", "serve", target, *drafting])
     except ServerError as error:
         vllm = f"# vLLM does not start with it: {error}"

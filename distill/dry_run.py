@@ -25,6 +25,7 @@ from distill.recipe import Recipe
 from distill.teacher.answers import to_answer
 from distill.teacher.started_vllm import answering_target
 from distill.teacher.store import bytes_per_token
+from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
 from eval.measuring import metrics
 from eval.measuring.cost import break_even_acceptance_rate, ceiling_speedup
@@ -77,12 +78,13 @@ def print_gain(recipe: Recipe, pair: Pair, prompts: list[list[int]], target: Tar
             for depth in DEPTHS
             if depth < pair.target.config["num_hidden_layers"]
         }
+    decoding = Decoding(recipe.sampling, target.stops, recipe.max_new_tokens)
     print(f"{'draft':>10}  {'c':>6}  {'break-even acceptance rate':>26}  {'perfect draft':>13}")
     ceilings = []
     for name, variant in variants.items():
         drafter = untrained_drafter(variant, pair, target)
         (costs,) = step_costs(
-            target.decoder, [drafter], context, recipe.max_gamma, recipe.sampling, REPEATS
+            target.decoder, [drafter], context, recipe.max_gamma, decoding, REPEATS
         )
         needed, ceiling = break_even_acceptance_rate(costs), ceiling_speedup(costs)
         c = metrics.cost_ratio(costs)

@@ -111,7 +111,8 @@ def _measured_served(recipe: Recipe, prompts: Prompts, made_by: dict[str, Any]) 
     served = read_json(recipe.folder / USED)["key"]["served model"]
     draft = (recipe.folder / "draft").resolve()
     words = ["vllm", "serve", recipe.target, "--served-model-name", served]
-    command = shlex.join([*words, *speculation(draft, recipe.gamma or USUAL_GAMMA)])
+    gamma, method = recipe.gamma or USUAL_GAMMA, recipe.draft_sample_method
+    command = shlex.join([*words, *speculation(draft, gamma, draft_sample_method=method)])
     advice = (
         f"Serve the target with this draft where {recipe.folder / 'draft'} can be read:\n\n"
         f"    {command}\n\nand run the same command again"
@@ -125,7 +126,13 @@ def _measured_served(recipe: Recipe, prompts: Prompts, made_by: dict[str, Any]) 
             {"tuned": VllmServer(recipe.speculative_url, model=served)},
             VllmServer(recipe.answer_url, model=served),
             prompts.evaluation.drawn(recipe.speed_prompts, recipe.seed),
-            Decoding(recipe.sampling, frozenset(), recipe.max_new_tokens, recipe.seed),
+            Decoding(
+                recipe.sampling,
+                frozenset(),
+                recipe.max_new_tokens,
+                recipe.seed,
+                draft_sample_method=None,
+            ),
             made_by,
             target=recipe.target,
             gamma=recipe.gamma,

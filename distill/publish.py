@@ -104,18 +104,23 @@ def unmet_conditions(
     unmet = []
     again = f"measure it again: python -m eval.run --run {run.name}"
     for report in reports:
-        drafts = [draft for draft in report.drafts.values() if draft.sha256 in weights]
+        drafts = {name: d for name, d in report.drafts.items() if d.sha256 in weights}
         if not drafts:
             unmet.append(
                 f"The report of engine {report.engine} measured other weights than draft/ has; "
                 f"{again}."
             )
-        for draft in drafts:
+        for name, draft in drafts.items():
             if draft.lossless.unexplained:
                 unmet.append(
                     f"In engine {report.engine} {draft.lossless.unexplained} of "
                     f"{draft.lossless.prompts} outputs are mismatches; find the cause in the "
                     f"report's list of divergences, and {again}."
+                )
+            elif name in report.broken:
+                unmet.append(
+                    f"In engine {report.engine} sampled outputs have other log-probabilities with "
+                    f"the draft ({draft.sampled_check}); {again}."
                 )
         if report.prompts.overlap_with_training is None:
             unmet.append(

@@ -28,7 +28,7 @@ from distill.drafters.kind import DraftKind, kinds
 from distill.losses import LossName
 from distill.teacher.store import AnswerSettings
 from eval.decoding.loop import Decoding
-from eval.decoding.verification import Sampling
+from eval.decoding.verification import SampleMethod, Sampling
 from eval.engines.server import check_address
 from eval.prompts import LongPrompts
 
@@ -146,6 +146,11 @@ class Recipe:
     def sampling(self) -> Sampling:
         """The deployed temperature, top-k and top-p."""
         return Sampling(self.temperature, self.top_k, self.top_p)
+
+    @property
+    def draft_sample_method(self) -> SampleMethod | None:
+        """How an engine must draft: the loss assumes samples of q; None: greedy decoding."""
+        return "probabilistic" if self.temperature else None
 
     def answer_settings(self, stops: Iterable[int]) -> AnswerSettings:
         """How the target generates the training outputs. stops: its stop tokens."""

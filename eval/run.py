@@ -45,7 +45,7 @@ from eval.decoding.build import build_decoder, longest_context
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
 from eval.decoding.target import load_target, stop_tokens
-from eval.decoding.verification import Sampling
+from eval.decoding.verification import SampleMethod, Sampling
 from eval.engines.engine_server import Servers
 from eval.engines.llama_cpp import LlamaServers
 from eval.engines.load import GOODPUT, Load
@@ -101,6 +101,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         choices=["block", "token"],
         default="block",
         help="for sampled tokens: verify a draft as one block, or token by token",
+    )
+    add(
+        "--draft_sample_method",
+        choices=get_args(SampleMethod),
+        help="for sampled tokens: draft the most likely token, or a sample (default; vLLM's is "
+        "greedy); with --base_url: the servers' method",
     )
     add("--max_new_tokens", type=int, default=128)
     add(
@@ -198,6 +204,10 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
         yield f"--concurrency and --request_rate need a server; omit them with engine {engine}"
     if engine not in SERVED and args.server_args:
         yield f"--server_args needs a server; omit it with engine {engine}"
+    if args.draft_sample_method and engine == "llama.cpp":
+        yield "--draft_sample_method needs engine torch or vllm; omit it with engine llama.cpp"
+    if args.draft_sample_method == "greedy" and engine == "transformers":
+        yield "engine transformers drafts samples; omit --draft_sample_method greedy"
     if args.goodput and not args.loads:
         yield "--goodput needs a load; give --concurrency or --request_rate"
     if args.served:
@@ -354,7 +364,10 @@ def _by_name(texts: list[str], default: str | None = None) -> dict[str, str]:
 
 def _decoding(args: argparse.Namespace, stops: frozenset[int] = frozenset()) -> Decoding:
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    return Decoding(sampling, stops, args.max_new_tokens, args.seed, args.verification)
+    method: SampleMethod | None = args.draft_sample_method
+    if method is None and not args.served and args.engine != "llama.cpp":
+        method = "probabilistic"
+    return Decoding(sampling, stops, args.max_new_tokens, args.seed, args.verification, method)
 
 
 def _measure(args: argparse.Namespace, journal: Journal) -> Report:

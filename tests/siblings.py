@@ -13,7 +13,7 @@ def save_sibling(folder, rows, seed):
     tokenizer(TEXTS, COUNT, "</s>").save_pretrained(folder)
     torch.manual_seed(seed)
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "max_position_embeddings": 256, "eos_token_id": 0}
+    heads = {"num_attention_heads": 2, "max_position_embeddings": 2048, "eos_token_id": 0}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=rows, **shape, **heads))
     with torch.no_grad():
         for parameter in model.parameters():

@@ -15,19 +15,29 @@ import torch
 from eval.decoding.drafters.drafter import Drafter, Text, no_draft
 from eval.decoding.forward import Decoder, HiddenStates, in_pieces
 from eval.decoding.prompt_run import PromptRun
-from eval.decoding.verification import Rule, Sampling, choose, verify
+from eval.decoding.verification import Rule, SampleMethod, Sampling, choose, verify
 from eval.prompts import Prompt
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """How text is decoded. rule: how drafted tokens are verified if tokens are sampled."""
+    """How text is decoded.
+
+    rule, draft_sample_method: how drafted tokens are verified and proposed if tokens are sampled.
+    draft_sample_method None: a server does not report it.
+    """
 
     sampling: Sampling
     stops: frozenset[int]
     max_new_tokens: int
     seed: int = 0
     rule: Rule = "block"
+    draft_sample_method: SampleMethod | None = "probabilistic"
+
+    @property
+    def draft_sampling(self) -> Sampling:
+        """The sampling with which a draft proposes."""
+        return Sampling() if self.draft_sample_method == "greedy" else self.sampling
 
     @property
     def verification(self) -> str:
@@ -75,7 +85,7 @@ def decode(
     # 2. The drafter reads the text so far.
     session = None
     if drafter is not None:
-        text = Text([*ids, first], slots, decoding.sampling, generator, states)
+        text = Text([*ids, first], slots, decoding.draft_sampling, generator, states)
         session = drafter.start(text)
 
     while run.tokens[-1] not in decoding.stops and len(run.tokens) < decoding.max_new_tokens:

@@ -31,6 +31,8 @@ class PromptRun:
     group: str | None = None  # prompts of one document or source share it; None: no other prompt
     prefill_tokens: int = 1  # tokens that the prefill emitted; several if an engine drafts for it
     free: list[int] = field(default_factory=list)  # drafted tokens that took no step of a model
+    # mean log-probability of its tokens under the target, at temperature 1; sampled outputs only
+    logprob: float | None = None
 
     @classmethod
     def of(

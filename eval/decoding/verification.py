@@ -19,6 +19,9 @@ from align.errors import UserError
 # How sampled tokens are verified: all drafted tokens as one block, or one token after another.
 # Both rules are exact; "block" never accepts fewer tokens in the mean (arXiv 2403.10444).
 Rule = Literal["block", "token"]
+# How a draft proposes tokens if tokens are sampled: its argmax, so that q is one-hot, or a sample
+# of q. Names and values are those of vLLM.
+SampleMethod = Literal["greedy", "probabilistic"]
 
 CDF_RUN = 256  # number of ids whose probabilities are summed first
 

@@ -74,6 +74,9 @@ class Engine(Protocol):
         plain: the greedy output of this engine, which has no draft. position: of the divergence.
         """
 
+    def logprob(self, output: Output) -> float | str:
+        """The mean log-probability of the output's tokens, in nats; or why it is not known."""
+
 
 @dataclass(eq=False)
 class Contender:
@@ -102,7 +105,8 @@ def runs_already(engine: Engine) -> Callable[[], AbstractContextManager[Engine]]
 class Visit(NamedTuple):
     """The work of a contender in one `running` context: prompts, then passes, by number.
 
-    judges: after the prompts, the contender (the baseline) explains the divergences of all drafts.
+    judges: after the prompts, the contender (the baseline) explains the divergences of all drafts,
+    and reads sampled outputs.
     """
 
     contender: int  # 0: the baseline
@@ -163,6 +167,7 @@ class Comparison:
         self.text_of, self.journal = text_of, journal
         first_turns = [turns[0] for turns in conversations]
         self.passes = [p for load in loads for p in passes(load, first_turns, decoding.seed)]
+        self.unread = ""  # why the sampled outputs were not read
 
     def run(self, order: Callable[[int, Conversations, int], Iterator[Visit]]) -> None:
         """Make all visits in this order, without the work of contenders that failed."""
@@ -184,7 +189,8 @@ class Comparison:
                     if i not in contender.passes
                     and not failed & {"prompts", str(self.passes[i].load)}
                 ]
-                judges = visit.judges and (bool(prompts) or any(map(self._unjudged, self.drafting)))
+                unjudged = map(self._unjudged, self.drafting)
+                judges = visit.judges and any([prompts, *unjudged, self._unread()])
                 visit = visit._replace(prompts=prompts, passes=loaded, judges=judges)
                 if any(visit[1:]):
                     self._visit(contender, visit, bar)
@@ -224,6 +230,7 @@ class Comparison:
         )
         by_load, no_load = self.by_load(contender)
         missing = contender.facts["missing"] | ({"by_load": no_load} if no_load else {})
+        missing |= {"sampled_check": self.unread} if self.unread else {}
         if len(pairs) < len(self.prompts.prompts):
             missing |= {"prompts": self.failures(contender)["prompts"]}
         return DraftLog(
@@ -333,6 +340,12 @@ class Comparison:
         return plain.prompt_ids == with_draft.prompt_ids
 
     def _judge(self, engine: Engine) -> None:
+        for output in self._unread():
+            logprob = engine.logprob(output)
+            if isinstance(logprob, str):
+                self.unread = logprob
+                break
+            output.run.logprob = logprob
         for contender in self.drafting:
             for i, entry in self._unjudged(contender).items():
                 plain, with_draft = self.baseline.outputs[i].greedy, contender.outputs[i]
@@ -367,6 +380,13 @@ class Comparison:
                 runs = [Request(start, PromptRun(**run)) for start, run in requests]
                 counters = counts and Speculation(*counts)
                 contender.passes[number] = TimedPass(self.passes[number], runs, counters)
+
+    def _unread(self) -> list[Output]:
+        """The sampled outputs whose log-probabilities are not known yet."""
+        if self.decoding.sampling.greedy:
+            return []
+        outputs = [o.timed for c in (self.baseline, *self.drafting) for o in c.outputs.values()]
+        return [output for output in outputs if output.run.logprob is None]
 
     def _divergence(self, contender: Contender, number: int) -> dict[str, Any] | None:
         """The fields of a `Divergence`, not explained yet; None if the outputs are equal."""

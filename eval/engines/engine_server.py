@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from eval.decoding.loop import Decoding
+from eval.decoding.verification import SampleMethod
 from eval.engines.comparison import Output, PromptOutputs
 from eval.engines.counters import Series, between, read_series
 from eval.engines.server import PATIENT, Server, ServerError
@@ -48,6 +49,10 @@ class EngineServer(Server, ABC):
     def explain(
         self, plain: Output, with_draft: PromptOutputs, position: int, greedy: Decoding
     ) -> dict[str, Any]:
+        """As in `Engine`."""
+
+    @abstractmethod
+    def logprob(self, output: Output) -> float | str:
         """As in `Engine`."""
 
     def generate(self, prompt: Prompt, decoding: Decoding) -> Output:
@@ -101,12 +106,13 @@ class Servers(ABC):
     """An engine's servers of a target on this machine.
 
     client: of a server. program: finds the engine's program; raises UserError if there is none.
-    installed: JSON that changes with its version. arguments: of all servers. unreadable: reasons by
-    the draft's spec. dtype: of the target.
+    rule: verification of sampled tokens. installed: JSON that changes with its version. arguments:
+    of all servers. unreadable: reasons by the draft's spec. dtype: of the target.
     """
 
     client: type[EngineServer]
     program: Callable[[], Path]
+    rule = "the server's own rule"
     installed: list[Any]
     arguments: list[str]
     unreadable: dict[str, str]
@@ -134,5 +140,7 @@ class Servers(ABC):
         return gammas
 
     @abstractmethod
-    def serve(self, draft: str, gamma: int) -> AbstractContextManager[str]:
+    def serve(
+        self, draft: str, gamma: int, draft_sample_method: SampleMethod | None
+    ) -> AbstractContextManager[str]:
         """The address of a server, which ends with the block. draft: "" for the target alone."""

@@ -22,6 +22,7 @@ from align.to_gguf import write_gguf
 from eval.decoding.drafters.lookup import LOOKUP, LOOKUP_FIRST
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.prompt_run import PromptRun
+from eval.decoding.verification import SampleMethod
 from eval.engines.comparison import Output, PromptOutputs
 from eval.engines.divergences import TOP, Logprobs, explain
 from eval.engines.engine_server import EngineServer, Servers
@@ -131,6 +132,10 @@ class LlamaServer(EngineServer):
         outputs = plain.run.tokens, with_draft.greedy.run.tokens
         return explain(self, None, plain.prompt_ids, outputs, position)
 
+    def logprob(self, output: Output) -> str:
+        """As in `Engine`."""
+        return "llama-server has no log-probabilities of given tokens"
+
     def written(self, prompt: list[int], count: int) -> tuple[list[int], list[Logprobs]]:
         """As in `Judge`."""
         return self._asked(prompt, count, cached=False)
@@ -218,7 +223,9 @@ class LlamaServers(Servers):
         return [0] if draft == LOOKUP else gammas
 
     @contextmanager
-    def serve(self, draft: str, gamma: int) -> Iterator[str]:
+    def serve(
+        self, draft: str, gamma: int, draft_sample_method: SampleMethod | None
+    ) -> Iterator[str]:
         program = llama_server()
         libraries = f"{program.parent}{os.pathsep}{os.environ.get('LD_LIBRARY_PATH', '')}"
         variables = {**os.environ, "LD_LIBRARY_PATH": libraries.rstrip(os.pathsep)}

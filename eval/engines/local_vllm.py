@@ -32,6 +32,7 @@ from align.sources import (
 from align.transplant import resized
 from align.vocabulary import read_vocabulary
 from eval.decoding.drafters.lookup import LOOKUP
+from eval.decoding.verification import SampleMethod
 from eval.engines.engine_server import Servers
 from eval.engines.process import served_here
 from eval.engines.server import ServerError
@@ -84,17 +85,25 @@ def environment_of(python: Path) -> dict[str, str]:
 
 
 def speculation(
-    draft: str | Path, gamma: int, folder: Path | None = None, own_ids: bool = False
+    draft: str | Path,
+    gamma: int,
+    folder: Path | None = None,
+    own_ids: bool = False,
+    draft_sample_method: SampleMethod | None = None,
 ) -> list[str]:
     """The arguments with which a vLLM server drafts `gamma` tokens in each speculation step.
 
     draft: a causal LM, a folder in the format of speculators (its config names the method), an
     EAGLE-3 draft, Medusa heads, or a key of METHODS. folder: where the draft is now, if `draft` is
     a later path. own_ids: whether the draft has other token ids than the target; vLLM then maps
-    them and drafts greedily. Raises ServerError for a draft that vLLM cannot load.
+    them. draft_sample_method: None if decoding is greedy. Not for own_ids, n-grams and Medusa
+    heads, with which vLLM 0.32 always drafts greedily. Raises ServerError for a draft that vLLM
+    cannot load.
     """
     config: dict[str, Any] = {"num_speculative_tokens": gamma}
     if own := METHODS.get(str(draft)):
+        if draft_sample_method and own["method"] == "mtp":
+            config["draft_sample_method"] = draft_sample_method
         return ["--speculative-config", json.dumps(own | config)]
     path = (folder or Path(draft)) / "config.json"
     about = read_json(path) if path.is_file() else {}
@@ -117,6 +126,8 @@ def speculation(
         )
     config = {"method": method, "model": str(draft)} | config
     config |= {"use_heterogeneous_vocab": True} if own_ids else {}
+    if draft_sample_method and not own_ids and method != "medusa":
+        config["draft_sample_method"] = draft_sample_method
     config |= {"parallel_drafting": True} if "pard_token" in about else {}
     return ["--speculative-config", json.dumps(config)]
 
@@ -155,6 +166,7 @@ class VllmServers(Servers):
 
     client = VllmServer
     program = staticmethod(vllm_python)
+    rule = "rejection sampling"  # vLLM's default
 
     def __init__(
         self,
@@ -187,9 +199,13 @@ class VllmServers(Servers):
         self.arguments += arguments
         self.device = torch.device("cuda" if on_gpus else "cpu")
 
-    def serve(self, draft: str, gamma: int) -> AbstractContextManager[str]:
+    def serve(
+        self, draft: str, gamma: int, draft_sample_method: SampleMethod | None
+    ) -> AbstractContextManager[str]:
         folder, own_ids = self.loadable.get(draft, ("", False))
-        drafting = speculation(folder, gamma, own_ids=own_ids) if draft else []
+        drafting = []
+        if draft:
+            drafting = speculation(folder, gamma, None, own_ids, draft_sample_method)
         return serve_vllm(self.path, *drafting, *self.arguments)
 
 

@@ -98,6 +98,7 @@ def measure_servers(
     return _report(
         comparison,
         provenance,
+        "the server's own rule",  # a running server does not report it
         target=target or baseline.model,
         device=baseline.host,
         dtype="dtype of the server",
@@ -140,9 +141,11 @@ def measure_started(
         machine = environment(servers.client.engine, None, servers.device)
         machine |= {"threads": None, "server_arguments": servers.arguments}
 
+        method = None if decoding.sampling.greedy else decoding.draft_sample_method
+
         @contextmanager
         def serving(draft: str = "", gamma: int = 0) -> Iterator[EngineServer]:
-            with servers.serve(draft, gamma) as url:
+            with servers.serve(draft, gamma, method) as url:
                 server = servers.client(url, PATIENCE)
                 server.retries = AT_ONCE
                 machine["engine_version"] = server.version
@@ -169,6 +172,7 @@ def measure_started(
     return _report(
         comparison,
         provenance,
+        servers.rule,
         target=target,
         target_quantization=gguf_kind(target),
         device=servers.device.type,
@@ -213,8 +217,11 @@ def _facts(path: str, gamma: int | None) -> dict[str, Any]:
     }
 
 
-def _report(comparison: Comparison, provenance: dict[str, Any], **facts: Any) -> Report:
-    """The report of the drafts that decoded prompts, with their servers' counters."""
+def _report(comparison: Comparison, provenance: dict[str, Any], rule: str, **facts: Any) -> Report:
+    """The report of the drafts that decoded prompts, with their servers' counters.
+
+    rule: of the servers, as in `Comparison.report`.
+    """
     logs = []
     for draft in comparison.drafting:
         if pairs := comparison.pairs(draft):
@@ -222,8 +229,7 @@ def _report(comparison: Comparison, provenance: dict[str, Any], **facts: Any) ->
             counters, reason = _counters([draft.outputs[i].timed for i in pairs])
             missing = log.missing | ({"counters": reason} if reason else {})
             logs.append(replace(log, counters=counters, missing=missing))
-    # a server does not report its rule for sampled tokens
-    rule, engine = "the server's own rule", facts["environment"]["engine"]
+    engine = facts["environment"]["engine"]
     return comparison.report(logs, provenance, rule, None, engine=engine, **facts)
 
 

@@ -147,6 +147,14 @@ class Assisted:
                 entry |= DIVERGES_IN_FP32
         return entry
 
+    @torch.inference_mode()
+    def logprob(self, output: Output) -> float:
+        """As in `Engine`, from one forward, at temperature 1."""
+        ids = torch.tensor([[*output.prompt_ids, *output.run.tokens]], device=self.model.device)
+        first = len(output.prompt_ids)
+        logprobs = self.model(ids).logits[0, first - 1 : -1].float().log_softmax(-1)
+        return float(logprobs.gather(1, ids[0, first:, None]).mean())
+
     @cached_property
     def _model_in_fp32(self) -> Any:
         return copy.deepcopy(self.model).float()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,14 @@ class VllmServer(EngineServer):
         """As in `Engine`, by log-probabilities of this server and of the server with the draft."""
         outputs = plain.run.tokens, with_draft.greedy.run.tokens
         return explain(self, with_draft.reading, plain.prompt_ids, outputs, position)
+
+    def logprob(self, output: Output) -> float | str:
+        """As in `Engine`, at temperature 1."""
+        tokens = output.run.tokens
+        read = self.read(output)
+        if isinstance(read, str):
+            return read
+        return fmean(seen[token] for seen, token in zip(read, tokens, strict=True))
 
     def written(self, prompt: list[int], count: int) -> tuple[list[int], list[Logprobs]]:
         """As in `Judge`."""

@@ -84,12 +84,10 @@ def measure_agreement(
             entropies += bits.tolist()
             p = warp(scores[0], decoding.sampling)
             for name, drafter in drafters.items():
-                q = drafter.teacher_forced(before, piece, decoding.sampling, states)
+                q = drafter.teacher_forced(before, piece, decoding.draft_sampling, states)
                 highest, guesses = q.max(-1)
                 drafted = highest > 0  # q is all zero if nothing is proposed
-                if (
-                    decoding.sampling.greedy
-                ):  # p and q are one-hot: p at the draft's token is 0 or 1
+                if decoding.sampling.greedy:  # p and q are one-hot, so this is 0 or 1
                     rates = p.gather(-1, guesses[:, None])[:, 0] * drafted
                 else:
                     rates = agreement(p, q)

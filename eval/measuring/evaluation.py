@@ -28,7 +28,7 @@ from eval.measuring.cost import StepCosts
 from eval.measuring.environment import environment, gpu_name
 from eval.measuring.intervals import measure
 from eval.measuring.journal import Journal
-from eval.measuring.losslessness import LosslessCheck
+from eval.measuring.losslessness import LosslessCheck, read_sampled
 from eval.measuring.runs import DraftLog, RunLog, TargetOutput
 from eval.measuring.timing import (
     Contender,
@@ -112,7 +112,7 @@ def evaluate(
     longest = max(plan.max_draft_length, plan.draft_length or 0)
     costs: list[StepCosts] = journal.once(
         "step costs",
-        lambda: step_costs(target.decoder, [*drafters.values()], context, longest, sampling),
+        lambda: step_costs(target.decoder, [*drafters.values()], context, longest, decoding),
         lambda each: [StepCosts(**fields) for fields in each],
     )
 
@@ -154,7 +154,10 @@ def evaluate(
     greedy_baseline, *greedy_runs = decoded[-1 - len(drafters) :]
     timed = timed.first(len(baseline))
 
-    # 6. The output check: greedy outputs with and without each draft are compared.
+    # 6. The output check: greedy outputs with and without each draft are compared. The target reads
+    # sampled outputs, because their log-probabilities are compared.
+    if not sampling.greedy:
+        read_sampled(target.decoder, timed, [baseline, *runs], journal)
     check = LosslessCheck(
         target, greedy, lambda ids: b"".join(map(spell, ids)).decode("utf-8", "replace")
     )
@@ -245,6 +248,7 @@ def decoding_facts(decoding: Decoding, ended: Sequence[bool], **engine: Any) -> 
         **asdict(decoding.sampling),
         "max_new_tokens": decoding.max_new_tokens,
         "verification": decoding.verification,
+        "draft_sample_method": None if decoding.sampling.greedy else decoding.draft_sample_method,
         "stop_tokens": len(decoding.stops),
         "ended_by_stop": sum(ended) / len(ended),
         **engine,

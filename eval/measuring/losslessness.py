@@ -1,5 +1,7 @@
 """The output check: greedy outputs with and without a draft, near-ties and mismatches.
 
+Sampled outputs are only read here (`read_sampled`); sampled_check.py compares them.
+
 Legend: V the target's vocabulary.
 """
 
@@ -18,11 +20,12 @@ from tqdm import tqdm
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.drafter import Drafter
-from eval.decoding.forward import Decoder, in_pieces
+from eval.decoding.forward import PIECE, Decoder, in_pieces
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.target import Target
 from eval.measuring.agreement import target_texts
+from eval.measuring.journal import Journal
 from eval.measuring.output_check import divergence
 from eval.prompts import Prompt, PromptSet
 
@@ -43,6 +46,32 @@ def tie(
     gap = abs(float(single[target] - single[drafted]))
     error = float((single[tokens] - wide[tokens]).abs().max())
     return {"gap": gap, "error": error, "tie": gap <= min(2 * error, WIDEST_TIE[dtype])}
+
+
+@torch.inference_mode()
+def read_sampled(
+    target: Decoder, prompts: PromptSet, runs: Sequence[Sequence[PromptRun]], journal: Journal
+) -> None:
+    """Set `logprob` of runs of these prompts; the target reads each output in one forward."""
+
+    def read(_: int, row: tuple[list[int], tuple[PromptRun, ...]]) -> list[float]:
+        ids, same_prompt = row
+        logprobs = []
+        for tokens in (run.tokens for run in same_prompt):
+            total = 0.0
+            for start in range(0, len(tokens), PIECE):  # logits of long outputs fill the memory
+                before, piece = [*ids, *tokens[:start]], tokens[start : start + PIECE]
+                logits = teacher_forced_logits(target, [*before, *piece[:-1]], len(before))[0]
+                chosen = torch.tensor(piece, device=logits.device)[:, None]
+                total += float(logits.float().log_softmax(-1).gather(1, chosen).sum())
+            logprobs.append(total / len(tokens))
+        return logprobs
+
+    rows = list(zip(prompts.ids, zip(*runs, strict=True), strict=True))
+    found = journal.each("sampled outputs read", rows, read, list, "prompt")
+    for (_, same_prompt), logprobs in zip(rows, found, strict=True):
+        for run, logprob in zip(same_prompt, logprobs, strict=True):
+            run.logprob = logprob
 
 
 class LosslessCheck:

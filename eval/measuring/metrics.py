@@ -56,6 +56,10 @@ class PromptSums(Part):
     baseline_tokens: Count | None = None
     baseline_seconds: Quantity | None = None
     baseline_prefill_seconds: Quantity | None = None
+    logprob: float | None = Field(
+        default=None, description="mean of a sampled output's tokens under the target, in nats"
+    )
+    baseline_logprob: float | None = None
     baseline_block_tokens: Count | None = None
     baseline_block_seconds: Quantity | None = None
     calls: Count | None = Field(default=None, description="target calls of the decode phase")
@@ -107,6 +111,8 @@ def prompt_table(
             "baseline_tokens": len(base.tokens),
             "baseline_seconds": base.seconds,
             "baseline_prefill_seconds": base.prefill_seconds,
+            "logprob": run.logprob,
+            "baseline_logprob": base.logprob,
         }
         if steps_known:
             row |= _steps(run)

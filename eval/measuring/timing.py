@@ -45,7 +45,7 @@ def step_costs(
     drafters: Sequence[Drafter],
     context_length: int,
     longest_draft: int,
-    sampling: Sampling,
+    decoding: Decoding,
     repeats: int = COST_REPEATS,
 ) -> list[StepCosts]:
     """The step costs of each drafter with one target, at one context length.
@@ -53,16 +53,19 @@ def step_costs(
     A step is forward, head, and the choice of a token, as in decoding. Each round times all steps
     once. Steps of target and drafts alternate as far as possible, as in decoding.
     """
+    proposed = decoding.draft_sampling
     synchronise = torch.cuda.synchronize if target.device.type == "cuda" else lambda: None
     steps: dict[tuple[str, int], Callable[[], None]] = {}
     cache = target.new_cache(1, context_length + longest_draft + 1)
     for number in range(max(longest_draft + 1, len(drafters))):
         if number <= longest_draft:
             width = number + 1
-            steps["target", width] = timed_step(target, cache, width, context_length, sampling)
+            steps["target", width] = timed_step(
+                target, cache, width, context_length, decoding.sampling
+            )
         if number < len(drafters):
-            steps["draft", number] = drafters[number].step(context_length, sampling)
-            whole = drafters[number].draft_at_once(context_length, sampling, longest_draft)
+            steps["draft", number] = drafters[number].step(context_length, proposed)
+            whole = drafters[number].draft_at_once(context_length, proposed, longest_draft)
             if whole is not None:
                 steps["whole draft", number] = whole
     seconds: dict[tuple[str, int], list[float]] = {step: [] for step in steps}

@@ -13,6 +13,7 @@ from eval.measuring.cost import Payoff, StepCosts, payoff
 from eval.measuring.intervals import Both, NothingToMeasure
 from eval.measuring.metrics import PromptSums, measured, prompt_table
 from eval.measuring.runs import DraftLog, RunLog
+from eval.measuring.sampled_check import sampled_check
 from eval.reporting.fields import NGRAM, NGRAM_FIRST, SCHEMA, Report, checked
 
 # Fields that are copied from the logs
@@ -151,6 +152,8 @@ def _numbers(
             "decode_efficiency": lambda: measured(metrics.decode_efficiency(costs), table),
             "payoff": lambda: _payoff(log, costs, table),
         }
+    if run.decoding["temperature"]:
+        numbers["sampled_check"] = lambda: sampled_check(table)
     if (memory := log.memory) is not None:
         numbers["memory"] = lambda: memory | {"full_form_bytes": log.full_form_bytes}
     return numbers

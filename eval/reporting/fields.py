@@ -26,6 +26,7 @@ from eval.measuring.metrics import (
     PromptSums,
 )
 from eval.measuring.output_check import Ledger
+from eval.measuring.sampled_check import FALSE_ALARMS, SampledCheck
 
 SCHEMA: Final = "draftsmith-report/1"
 REFERENCE = "torch"  # the reference decoder's engine name
@@ -147,6 +148,7 @@ class DraftReport(Part):
     payoff: Payoff | None
     by_load: list[LoadPoint] = Field(default=[], description="if concurrency was measured")
     lossless: Ledger
+    sampled_check: SampledCheck | None = Field(None, description="null: greedy, or not read")
     by_category: dict[str, CategoryNumbers]
     by_copy_share: dict[str, CategoryNumbers] = Field(
         default={}, description="by the copied share of the target's output"
@@ -172,7 +174,7 @@ class DraftReport(Part):
 
     @model_validator(mode="after")
     def _null_has_a_reason(self) -> Self:
-        explained = {"sha256", "gamma", "counters"}
+        explained = {"sha256", "gamma", "counters", "sampled_check"}
         explained |= {entry.field for entry in self.missing}
         for name in type(self).model_fields:
             if getattr(self, name) is None and name not in explained:
@@ -207,6 +209,10 @@ class DecodingSetting(Part):
     gamma: Count | None = Field(description="the last draft's")
     gamma_policy: str
     verification: str
+    draft_sample_method: str | None = Field(
+        None,
+        description="how drafts propose sampled tokens, as asked for; null: greedy, or not known",
+    )
     stop_tokens: Count | None = Field(description="0: the end is ignored; null: not known")
     ended_by_stop: float = Field(ge=0, le=1, description="share of the baseline's outputs")
 
@@ -293,6 +299,17 @@ class Report(Part):
     def tuned(self) -> tuple[str, DraftReport]:
         """Name and numbers of the distilled draft, or of the last draft if there is none."""
         return ("tuned", self.drafts["tuned"]) if "tuned" in self.drafts else self.last
+
+    @property
+    def broken(self) -> list[str]:
+        """The names of drafts that do not keep the target's output: do not serve them."""
+        level = FALSE_ALARMS / len(self.drafts)  # Bonferroni
+        return [
+            name
+            for name, draft in self.drafts.items()
+            if draft.lossless.unexplained
+            or (draft.sampled_check and draft.sampled_check.p_value < level)
+        ]
 
     @property
     def draft_length_by_load(self) -> dict[str, list[tuple[int, int, int]]]:

@@ -132,7 +132,6 @@ def render_page(report: Report) -> str:
     names = in_order(report)
     coloured = [name, *(other for other in names if other != name)]
     drafts = report.drafts.values()
-    broken = any(each.lossless.unexplained for each in drafts)
     ties = any(each.lossless.tie_divergences for each in drafts)
     first = top(report)
     values = [value for rows in first.speedups.values() for _, value in rows]
@@ -142,7 +141,7 @@ def render_page(report: Report) -> str:
         .get_template("page.html.j2")
         .render(
             top=first,
-            mark="bad" if broken else "tie" if ties else "good",
+            mark="bad" if report.broken else "tie" if ties else "good",
             widest=max(1.0, *ends),
             colours={label(each): f"var(--s{coloured.index(each) % COLOURS})" for each in names},
             warnings=[warning.text for warning in find_warnings(report)],

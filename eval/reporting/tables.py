@@ -109,6 +109,7 @@ DRAFTS: Cells = [
     ("vocabulary mapping", "vocabulary.strategy", str),
     ("draft length policy", "gamma_policy", str),
     ("output check", "lossless", str),
+    ("sampled outputs, log-probability with - without", "sampled_check", str),
     ("memory, form measured", "memory.draft_bytes", size),
     ("overhead, form measured", "memory.overhead", "{:.1%}".format),
     ("memory, full-vocabulary", "memory.full_form_bytes", size),

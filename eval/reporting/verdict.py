@@ -112,7 +112,7 @@ def recommended(report: Report, load: int = 1) -> str | None:
     bounds = {
         name: speedups[load].bounds[0]
         for name, draft in report.drafts.items()
-        if not draft.lossless.unexplained
+        if name not in report.broken
         and (draft.serves_alone or report.engine != REFERENCE)
         and load in (speedups := draft.speedup_by_load)
         and speedups[load].bounds[0] > 1
@@ -136,8 +136,8 @@ def _beats(report: Report, name: str, ngram: str | None, load: int) -> bool:
 def verdict(report: Report) -> str:
     """One line: what to do, the speed-up, and the engine in which it was measured."""
     engine, loads = measured_in(report), loads_of(report)
-    broken = [label(name) for name, d in report.drafts.items() if d.lossless.unexplained]
-    start = f"Do NOT serve {', '.join(broken)}: outputs mismatch the target's. " if broken else ""
+    broken = ", ".join(map(label, report.broken))
+    start = f"Do NOT serve {broken}: outputs mismatch the target's. " if broken else ""
     if loads[1:]:
         return f"{start}{_by_load(report, loads)} Measured in {engine}."
     name = recommended(report)

@@ -40,6 +40,12 @@ def _mismatches(report: Report) -> Iterator[ReportWarning]:
             first = f" The first: {whys[0]}." if whys else ""
             text = f"NOT LOSSLESS, do not serve {label(name)}: {draft.lossless}.{first}"
             yield ReportWarning("mismatch", text)
+        elif name in report.broken:
+            text = (
+                f"NOT LOSSLESS, do not serve {label(name)}: sampled outputs have other "
+                f"log-probabilities under the target, by {draft.sampled_check}."
+            )
+            yield ReportWarning("sampled-mismatch", text)
 
 
 def _about_setting(report: Report) -> Iterator[ReportWarning]:

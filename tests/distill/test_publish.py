@@ -120,7 +120,13 @@ def as_forced(run, in_vllm, tmp_path):
         report["target_quantization"] = "Q4_1"
 
     change_report(run, spoil)
-    change(run / "recipe.yaml", target=FILE, target_hub_id="org/model-135m", draft="org/small")
+    change(
+        run / "recipe.yaml",
+        target=FILE,
+        target_hub_id="org/model-135m",
+        draft="org/small",
+        temperature=0.7,
+    )
     publishing.publish(run, push_to_hub="org/code-draft", force=True)
     return (run / "published" / "README.md").read_text()
 
@@ -175,12 +181,19 @@ def mismatch(report):
     report["drafts"]["tuned"]["lossless"]["divergences"] = [wrong | {"gap": None, "error": None}]
 
 
+def sampled_mismatch(report):
+    difference = {"mean": -0.2, "ci95": [-0.3, -0.1], "n": 40}
+    found = {"prompts": 40, "difference": difference, "p_value": 0.0001}
+    report["drafts"]["tuned"]["sampled_check"] = found
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
         (spoil_draft, "other weights"),
         (spoil_full_form, "same greedy choice at 97.0%"),
         (lambda run: change_report(run, mismatch), "1 of 40 outputs are mismatches"),
+        (lambda run: change_report(run, sampled_mismatch), "other log-probabilities"),
         *(
             (
                 lambda run, value=value: change_report(

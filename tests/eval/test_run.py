@@ -111,6 +111,14 @@ def test_long_prompts_are_left_out_before_some_are_set_aside(folder, tmp_path, c
             "--strategy",
         ),
         ("--target T --draft D --engine llama.cpp", "llama.cpp"),
+        (
+            "--target T --draft D --engine transformers --gamma 3 --draft_sample_method greedy",
+            "--draft_sample_method",
+        ),
+        (
+            "--target T --draft D --engine llama.cpp --gamma 3 --draft_sample_method greedy",
+            "--draft_sample_method",
+        ),
         ("--engine vllm --base_url http://x", "--baseline_url"),
         ("--engine vllm --base_url http://x --baseline_url http://y --gamma 1,2", "--gamma"),
         (
@@ -237,12 +245,17 @@ def test_the_tau_that_the_log_of_alpha_tells_is_the_one_that_decoding_has(
     assert measured(MEAN_ACCEPTANCE_LENGTH, table).mean == draft["tau"]["mean"]
 
 
-def test_a_sampled_run_is_reported_whole(folder, tmp_path):
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_a_sampled_run_is_reported_whole(folder, tmp_path, method):
     more = ("--draft", f"d={folder / 'draft'}", "--gamma", "2", "--temperature", "0.8")
-    assert run(folder, tmp_path, *more) == 0
+    asked = ("--draft_sample_method", method) if method == "greedy" else ()
+    assert run(folder, tmp_path, *more, *asked) == 0
     report = loaded(tmp_path)
     draft = report["drafts"]["d"]
     assert report["decoding"]["verification"] == "block verification"
+    assert report["decoding"]["draft_sample_method"] == method
+    assert draft["sampled_check"]["prompts"] == 12
+    assert draft["sampled_check"]["p_value"] > 0.01
     assert not any("not known to keep" in warning for warning in report["warnings"])
     assert 0 < draft["alpha"]["mean"] < 1
     assert draft["lossless"]["identical"] == 12  # measured greedily

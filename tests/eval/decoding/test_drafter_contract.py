@@ -265,6 +265,7 @@ SAMPLED = {
     "block": Decoding(Sampling(1.5, top_k=3), NEVER, 3),
     "token": Decoding(Sampling(1.5, top_k=3), NEVER, 3, rule="token"),
     "top-p": Decoding(Sampling(1.5, top_p=0.7), NEVER, 3),
+    "argmax drafts": Decoding(Sampling(1.5), NEVER, 3, 0, "token", "greedy"),
 }
 REPEATS = [1, 0, 2, 1, 0, 2, 1]
 

@@ -92,13 +92,13 @@ class Served(Constant):
 def texts(fake, request):
     """The ledger of a server of a model that drafts against a server of it that does not."""
 
-    def compare(model, drafting, plain=None):
+    def compare(model, drafting, plain=None, temperature=0.0, prompts=PROMPTS):
         client = request.param
         report = measure_servers(
             {"served": client(fake(3, Served("blocks of 3", model, **drafting)).url, 5.0)},
             client(fake(1, Served("blocks of 1", model, **plain or {})).url, 5.0),
-            PromptSet("made up", PROMPTS, []),
-            Decoding(Sampling(), frozenset(), LENGTH),
+            PromptSet("made up", prompts, []),
+            Decoding(Sampling(temperature), frozenset(), LENGTH),
             {"command": "test"},
         )
         return report.drafts["served"].lossless, report
@@ -198,3 +198,20 @@ def test_the_server_that_drafts_cannot_excuse_itself(texts):
 @pytest.mark.parametrize("texts", [VllmServer], indirect=True)
 def test_a_server_that_is_sure_of_the_other_token_sees_no_tie(texts):
     assert texts(Model(), {"stretch": 30})[0].unexplained
+
+
+@pytest.mark.parametrize("texts", [VllmServer], indirect=True)
+def test_the_server_without_a_draft_reads_sampled_outputs(texts):
+    sampled = {"temperature": 0.7, "prompts": [Prompt(f"p{i}", prompt=f"{i}") for i in range(10)]}
+    checks = []
+    for draft in ({}, {"draft": Model(0.02, 3.0)}):
+        _, report = texts(Model(), draft, **sampled)
+        checks.append(report.drafts["served"].sampled_check)
+    honest, mutant = checks
+    assert (honest.prompts, mutant.prompts) == (10, 10)
+    assert honest.p_value > 0.01 > mutant.p_value
+    assert mutant.difference.mean < -0.1
+    draft = texts(Model(), {}, {"silent": True}, **sampled)[1].drafts["served"]
+    assert draft.sampled_check is None
+    missing = {entry.field: entry.reason for entry in draft.missing}
+    assert missing["sampled_check"] == "the server returned no log-probabilities"

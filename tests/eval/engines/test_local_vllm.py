@@ -139,16 +139,23 @@ def test_a_server_that_ends_by_itself_is_named_where_the_block_fails_of_it():
 
 
 @pytest.mark.parametrize(
-    ("config", "method"),
+    ("config", "own_ids", "method", "sampled"),
     [
-        ({"model_type": "llama"}, "draft_model"),
-        ({"model_type": "medusa", "truncated_vocab_size": 9, "vocab_size": 9}, "medusa"),
+        ({"model_type": "llama"}, False, "draft_model", "probabilistic"),
+        ({"model_type": "llama"}, True, "draft_model", None),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, False, "eagle3", "probabilistic"),
+        ({"model_type": "medusa", "vocab_size": 9}, False, "medusa", None),
+        ("mtp", False, "mtp", "probabilistic"),
+        ("suffix", False, "suffix", None),
     ],
 )
-def test_the_method_is_that_of_the_draft(tmp_path, config, method):
+def test_the_method_is_that_of_the_draft(tmp_path, config, own_ids, method, sampled):
+    """Some drafts are always greedy in vLLM."""
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (_, asked) = speculation(tmp_path, 3)
-    assert json.loads(asked)["method"] == method
+    draft = config if isinstance(config, str) else tmp_path
+    (_, asked) = speculation(draft, 3, None, own_ids, "probabilistic")
+    about = json.loads(asked)
+    assert (about["method"], about.get("draft_sample_method")) == (method, sampled)
 
 
 def test_trimmed_medusa_heads_are_refused_before_a_server_starts(tmp_path):

@@ -210,6 +210,11 @@ def test_command_with_running_servers_and_its_gate(fake, tmp_path, prompts):
     few = tmp_path / "few.jsonl"
     few.write_text("".join(prompts.read_text().splitlines(keepends=True)[:9]))
     assert command(few, out, *servers, "--fail_under_speedup", "0.001") == 1
+    for told in ([], ["--draft_sample_method", "greedy"]):  # a server does not tell
+        assert command(few, out, *servers, "--temperature", "0.7", *told) == 0
+        how = read_report(out / "report" / "report.json").decoding
+        assert how.verification == "the server's own rule"
+        assert how.draft_sample_method == (told[1] if told else None)
 
 
 def test_command_with_two_servers_and_loads(fake, tmp_path, prompts, capsys):
@@ -284,6 +289,7 @@ def test_servers_are_started_for_every_draft_and_length(tmp_path, prompts, pair,
     assert command(prompts, tmp_path, *pair, "--gamma", "2,3", "--concurrency", "1,2") == 0
     assert starter.most_running == 1
     configs = [config for _, _, config in starter.started]
+    assert not any("draft_sample_method" in config for config in configs if config)  # greedy
     lengths = [config and config["num_speculative_tokens"] for config in configs]
     assert lengths == [None, 2, 2, 3, 3, 3, 2, 2, None]  # and back
     assert {(c["method"], c.get("model")) for c in configs if c} == {
@@ -316,6 +322,20 @@ def test_servers_are_started_for_every_draft_and_length(tmp_path, prompts, pair,
         assert draft.counters.mean_acceptance_length.mean == draft.gamma
         assert [point.concurrency for point in draft.by_load] == [1, 2]
     assert set(report.draft_length_by_load) == {"prompt-lookup", str(tmp_path / "draft")}
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_servers_are_told_how_to_draft_sampled_tokens(tmp_path, prompts, pair, start, method):
+    starter = start()
+    sampled = ["--temperature", "0.7", "--gamma", "2"]
+    sampled += ["--draft_sample_method", method] if method == "greedy" else []
+    assert command(prompts, tmp_path, *pair, *sampled) == 0
+    told = {c["method"]: c.get("draft_sample_method") for _, _, c in starter.started if c}
+    assert told == {"ngram": None, "draft_model": method}
+    report = read_report(tmp_path / "report" / "report.json")
+    how = report.decoding
+    assert (how.verification, how.draft_sample_method) == ("rejection sampling", method)
+    assert "lossy-rule" not in {warning.code for warning in find_warnings(report)}
 
 
 @pytest.mark.parametrize(("free", "gpus"), [(40 * 2**30, 1), (40_000, 2)])

@@ -184,8 +184,11 @@ def test_a_sampled_report(folder, tmp_path):
     report = report_of(
         folder, tmp_path, "--draft", str(folder / "draft"), "--temperature", "0.8", *FEW
     )
-    assert report.decoding.verification == "rejection sampling"
-    assert report.drafts["draft"].lossless.identical == 12  # measured greedily
+    how, draft = report.decoding, report.drafts["draft"]
+    assert (how.verification, how.draft_sample_method) == ("rejection sampling", "probabilistic")
+    assert draft.lossless.identical == 12  # measured greedily
+    assert (draft.sampled_check.prompts, report.broken) == (12, [])
+    assert all(row.logprob < 0 for row in draft.per_prompt)
     assert "lossy-rule" not in {warning.code for warning in find_warnings(report)}
 
 

@@ -70,9 +70,11 @@ def test_logits_that_are_no_numbers_in_one_answer_are_refused(target, own, journ
     assert len(journal.results["acceptance rate"]) == 1
 
 
-def test_sampled_alpha_is_the_overlap_of_the_distributions(target, other, journal):
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_sampled_alpha_is_the_overlap_of_the_distributions(target, other, journal, method):
+    """A draft that is the argmax of q is accepted with the probability that p gives it."""
     texts = target_texts(target, BY_ID, GREEDY)
-    how = dataclasses.replace(GREEDY, sampling=Sampling(temperature=0.7))
+    how = dataclasses.replace(GREEDY, sampling=Sampling(0.7), draft_sample_method=method)
     found, _ = measure_agreement(target, {"other": other}, SET, texts, how, journal)
     ids, text = IDS[0], texts[0]
     overlap = 0.0
@@ -82,7 +84,7 @@ def test_sampled_alpha_is_the_overlap_of_the_distributions(target, other, journa
             (d.forward(context, 0, d.new_cache(1, 100))[0, -1].double() / 0.7).softmax(-1)
             for d in (target.decoder, other.decoder)
         )
-        overlap += float(torch.minimum(p, q).sum())
+        overlap += float(torch.minimum(p, q).sum() if method != "greedy" else p[q.argmax()])
     assert found["other"][0].alpha_sum == pytest.approx(overlap, abs=1e-4)
 
 

@@ -58,6 +58,7 @@ def key(tiny_llama, drafter):
         {"how": dataclasses.replace(HOW, max_new_tokens=21)},
         {"how": dataclasses.replace(HOW, seed=2)},
         {"how": dataclasses.replace(HOW, rule="token")},
+        {"how": dataclasses.replace(HOW, draft_sample_method="greedy")},
         {"prompts": dataclasses.replace(PROMPTS, ids=[[3, 1], [8]])},
         {"prompts": dataclasses.replace(PROMPTS, prompts=PROMPTS.prompts[::-1])},
         {"prompts": dataclasses.replace(PROMPTS, prompts=[CATEGORISED, PROMPTS.prompts[1]])},

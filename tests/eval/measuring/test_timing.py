@@ -41,7 +41,7 @@ def test_costs_are_those_of_every_width_after_the_warm_up(target, own, monkeypat
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock / 1000))
     monkeypatch.setattr(timing, "timed_step", lambda target, cache, width, *_: step(width))
     monkeypatch.setattr(type(own), "step", lambda *_: step(0.5))
-    both = step_costs(target.decoder, [own, own], 30, 3, Sampling(), repeats=2)
+    both = step_costs(target.decoder, [own, own], 30, 3, GREEDY, repeats=2)
     for costs in both:
         assert (costs.draft_step_ms, costs.target_step_ms) == pytest.approx((0.5, 1.0))
         assert costs.target_verify_ms == pytest.approx({1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0})
@@ -85,7 +85,7 @@ def test_no_part_of_a_parallel_draft_costs_less_than_nothing(
     monkeypatch.setattr(timing, "timed_step", lambda *_: taking(1.0))
     monkeypatch.setattr(type(own), "step", lambda *_: taking(step))
     monkeypatch.setattr(type(own), "draft_at_once", lambda *_: taking(block))
-    (costs,) = step_costs(target.decoder, [own], 30, 3, Sampling(), repeats=2)
+    (costs,) = step_costs(target.decoder, [own], 30, 3, GREEDY, repeats=2)
     assert (costs.draft_step_ms, costs.draft_block_ms) == pytest.approx((token, once))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from eval.decoding.drafters import lookup
+from eval.measuring.sampled_check import SampledCheck
 from eval.reporting import fields
 from eval.reporting.build import build_report, compared
 from eval.reporting.fields import LoadPoint, ReportError, read_report
@@ -24,6 +25,7 @@ from tests.conftest import assert_golden
 
 MISMATCH = {"prompt": "3", "position": 7, "target": "a", "drafted": "b", "tie": False}
 MISMATCH |= {"gap": None, "error": None}
+SAMPLED = {"prompts": 40, "difference": {"mean": -0.2, "ci95": [-0.3, -0.1], "n": 40}}
 GOLDEN = Path(__file__).parent / "golden"
 CONTRACT = {
     "": "schema target engine device dtype baseline decoding prompts drafts gain provenance "
@@ -428,11 +430,13 @@ def test_too_few_prompts_give_no_verdict(run_info, measurement):
         ("drafts.tuned.speedup.ci95", [1.1, 1.2], [0.8, 0.9], "slower"),
         ("drafts.tuned.missing", [], [{"field": "prompts", "reason": "it failed"}], "partial"),
         ("drafts.tuned.lossless.divergences", [], [MISMATCH], "mismatch"),
+        ("drafts.tuned.sampled_check.p_value", 0.011, 0.009, "sampled-mismatch"),
     ],
 )
 def test_warnings(run_info, measurement, read, path, below, above, code):
     data = build_report(run_info, [measurement("tuned", 0.6)]).model_dump(mode="json")
     data["prompts"] |= {"chat_template": True, "in_chat_form": 1.0}
+    data["drafts"]["tuned"]["sampled_check"] = SAMPLED | {"p_value": 1.0}
     put(data, path, below)
     assert codes(read(data)) == []
     put(data, path, above)
@@ -460,6 +464,18 @@ def test_mismatches_come_first_and_cannot_be_hidden(run_info, measurement, tmp_p
     assert "the reason" in find_warnings(report)[0].text
     assert verdict(report).startswith("Do NOT serve distilled draft")
     assert "1 MISMATCH" in render_markdown(report)
+
+
+def test_sampled_outputs_that_differ_are_a_mismatch(sample_report):
+    """The level is shared by the drafts."""
+    tuned = sample_report.drafts["tuned"]
+    for p_value, broken in ((0.006, []), (0.004, ["tuned"])):
+        tuned.sampled_check = SampledCheck(**SAMPLED, p_value=p_value)
+        assert sample_report.broken == broken
+        assert (recommended(sample_report) == "tuned") == (not broken)
+    assert find_warnings(sample_report)[0].code == "sampled-mismatch"
+    assert verdict(sample_report).startswith("Do NOT serve distilled draft")
+    assert "p = 0.004" in render_markdown(sample_report)
 
 
 def test_a_long_output_check_shows_the_worst_first(run_info, measurement):

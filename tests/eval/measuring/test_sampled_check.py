@@ -1,0 +1,80 @@
+"""The check of sampled outputs: rare false alarms, and faults of verification that it finds."""
+
+import numpy as np
+import pytest
+import torch
+
+from eval.decoding import loop
+from eval.decoding.loop import Decoding, decode
+from eval.decoding.verification import Sampling, acceptance, choose, sample, verify, warp
+from eval.measuring.losslessness import read_sampled
+from eval.measuring.metrics import prompt_table
+from eval.measuring.sampled_check import FALSE_ALARMS, sampled_check, sign_flip_p
+from eval.prompts import Prompt, PromptSet
+from tests.eval.measuring.made_up import NEVER
+
+
+def test_a_known_p_value():
+    assert sign_flip_p(np.array([1.0, 2.0, -0.5])) == 4 / 8  # +++ and ++-, and their opposites
+    assert sign_flip_p(np.zeros(20)) == 1
+    assert sign_flip_p(np.full(13, 0.1)) == 2 / 2**13
+    assert sign_flip_p(np.full(40, 0.1)) == 1e-4
+
+
+@pytest.mark.parametrize(("prompts", "runs"), [(10, 2000), (40, 300)])
+def test_honest_runs_fail_as_rarely_as_stated(prompts, runs):
+    """Log-probabilities are skewed, and each prompt has its own mean."""
+    rng = np.random.default_rng(1)
+    drawn = -rng.gamma(rng.uniform(0.5, 3, (runs, prompts, 1)), 0.3, (runs, prompts, 2))
+    p_values = np.array([sign_flip_p(run[:, 0] - run[:, 1]) for run in drawn])
+    for level in (FALSE_ALARMS, 0.1):
+        error = (level * (1 - level) / runs) ** 0.5
+        assert abs((p_values < level).mean() - level) < 3 * error
+
+
+@pytest.fixture
+def check(target, other, journal):
+    """check(seed, prompts, tokens) -> the check of sampled runs with and without a draft."""
+
+    def make(seed, count, tokens):
+        how = Decoding(Sampling(0.7), NEVER, tokens, seed)
+        names = [Prompt(str(i), prompt="x") for i in range(count)]
+        prompts = PromptSet("made up", names, [[i % 40, 7 * i % 40, 3] for i in range(count)])
+        rows = list(zip(prompts.prompts, prompts.ids, strict=True))
+        sides = [
+            [decode(target.decoder, draft, *row, how, length) for row in rows]
+            for draft, length in ((None, 0), (other, 3))
+        ]
+        journal.results.clear()
+        read_sampled(target.decoder, prompts, sides, journal)
+        return sampled_check(prompt_table(sides[1], sides[0]))
+
+    return make
+
+
+def test_hundred_lossless_runs_fail_as_rarely_as_stated(check):
+    p_values = np.array([check(seed, 8, 4).p_value for seed in range(100)])
+    assert (p_values < FALSE_ALARMS).sum() <= 3
+    assert 2 <= (p_values < 0.1).sum() <= 19
+
+
+def unverified(logits, tokens, q, sampling, generator, rule):
+    return torch.tensor(len(tokens)), choose(logits[-1], sampling, generator)
+
+
+def without_residual(logits, tokens, q, sampling, generator, rule):
+    if len(tokens) == 0:
+        return verify(logits, tokens, q, sampling, generator, rule)
+    p = warp(logits, sampling)
+    accepted = sample(acceptance(p, q, tokens, rule)[0], generator)
+    return accepted, sample(p[accepted], generator)
+
+
+@pytest.mark.parametrize("fault", [unverified, without_residual])
+def test_a_fault_of_verification_is_found(check, monkeypatch, fault):
+    assert check(1, 60, 20).p_value > FALSE_ALARMS
+    monkeypatch.setattr(loop, "verify", fault)
+    found = check(1, 60, 20)
+    assert found.p_value < FALSE_ALARMS
+    assert found.prompts == 60
+    assert found.difference.ci95[1] < 0
