@@ -174,7 +174,8 @@ class Comparison:
         contenders = [self.baseline, *self.drafting]
         self._resume(contenders)
         work = len(contenders) * (len(self.prompts.prompts) + len(self.passes))
-        with tqdm(total=work, desc="compared", unit="task") as bar:
+        done = sum(len(contender.outputs) + len(contender.passes) for contender in contenders)
+        with tqdm(total=work, initial=done, desc="compared", unit="task") as bar:
             for visit in order(len(contenders), self.conversations, len(self.passes)):
                 contender = contenders[visit.contender]
                 prompts = [i for i in visit.prompts if i not in contender.outputs]
