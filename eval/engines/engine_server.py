@@ -18,7 +18,7 @@ from eval.decoding.loop import Decoding
 from eval.decoding.verification import SampleMethod
 from eval.engines.comparison import Output, PromptOutputs
 from eval.engines.counters import Series, between, read_series
-from eval.engines.server import PATIENT, Server, ServerError
+from eval.engines.server import AT_ONCE, Server, ServerError
 from eval.prompts import Prompt
 
 
@@ -26,11 +26,11 @@ class EngineServer(Server, ABC):
     """A server as an `Engine`. Methods raise ServerError if a request fails.
 
     engine: its name in reports. retries: of a request, also of a stream that broke off; only the
-    last try is timed and counted.
+    last try is timed and counted. A running server gets more once it has answered.
     """
 
     engine: str
-    retries = PATIENT
+    retries = AT_ONCE
 
     @property
     @abstractmethod
@@ -83,7 +83,7 @@ class EngineServer(Server, ABC):
     def counters(self) -> Series:
         """The server's counters of speculation now; empty if it has none."""
         try:
-            return read_series(self.text("/metrics"))
+            return read_series(self.text("/metrics", AT_ONCE))
         except ServerError:  # speed can be measured without counters
             return {}
 

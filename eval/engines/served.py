@@ -42,8 +42,6 @@ from eval.reporting.fields import NGRAM_FIRST, Report
 
 TEMPLATE = 64  # most tokens of a chat template in a turn
 PATIENCE = 600.0  # most seconds without a byte from a server started here, which may use a CPU
-# Retries of a server that was started here: it is not restarted, but may close an idle connection.
-AT_ONCE = PATIENT.new(total=1, backoff_factor=0)
 SLOTS = 16  # requests at a time that a server takes at a request rate, if it needs a number
 STEPS = ("tau", "mean_drafted", "accepted_over_drafted", "per_position")
 UNTOLD = {
@@ -91,6 +89,8 @@ def measure_servers(
         facts = _facts(server.address, gamma)
         contenders.append(Contender(runs_already(server), name, facts))
     servers = baseline, *drafts.values()
+    for server in servers:
+        server.retries = PATIENT
     identity = [(server.address, server.model, server.version) for server in servers]
     _begin(journal, [identity, gamma], prompts, decoding, loads)
     comparison = Comparison(contenders, prompts, decoding, loads, limits, journal=journal)
@@ -147,7 +147,6 @@ def measure_started(
         def serving(draft: str = "", gamma: int = 0) -> Iterator[EngineServer]:
             with servers.serve(draft, gamma, method) as url:
                 server = servers.client(url, PATIENCE)
-                server.retries = AT_ONCE
                 machine["engine_version"] = server.version
                 _warm_up(server, prompts, decoding)
                 yield server

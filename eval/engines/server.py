@@ -33,6 +33,7 @@ PATIENT = Retry(
     raise_on_status=False,  # because the last response is the better message
     retry_after_max=300,
 )
+AT_ONCE = PATIENT.new(total=1, backoff_factor=0)  # a server may close an idle connection
 # Sent with each request, because a server takes missing options from the generation config.
 UNPENALISED = {
     "min_p": 0.0,
@@ -91,9 +92,19 @@ class Server:
 
     @contextmanager
     def _request(
-        self, path: str, body: dict[str, Any] | None, about: str, whole: bool
+        self,
+        path: str,
+        body: dict[str, Any] | None,
+        about: str,
+        whole: bool,
+        retries: Retry | None = None,
     ) -> Iterator[BaseHTTPResponse]:
-        """The response, to be read in the block. Errors in the block become a ServerError."""
+        """The response, to be read in the block. Errors in the block become a ServerError.
+
+        retries: None: those of the server, for a whole response.
+        """
+        if retries is None:
+            retries = self.retries if whole else Server.retries
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         if self._key:
@@ -105,7 +116,7 @@ class Server:
                 body=data,
                 headers=headers,
                 timeout=self.timeout,
-                retries=self.retries if whole else Server.retries,
+                retries=retries,
                 redirect=False,
                 preload_content=whole,
             )
@@ -158,9 +169,9 @@ class Server:
                     if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
                         yield json.loads(line.removeprefix(b"data: "))
 
-    def text(self, path: str) -> str:
+    def text(self, path: str, retries: Retry | None = None) -> str:
         """The text of the response to a GET."""
-        with self._request(path, None, "", whole=True) as response:
+        with self._request(path, None, "", True, retries) as response:
             return response.data.decode("utf-8", "replace")
 
     @cached_property

@@ -70,7 +70,7 @@ class StandIn(FakeVllm):
                 [ids],
                 Decoding(Sampling(body["temperature"]), frozenset(stops), body["max_tokens"]),
                 1,
-                [body["seed"]],
+                [body.get("seed", 0)],
                 Kept(lambda logits: top_logprobs(logits * scale, body.get("logprobs", 1))),
             )
         return answer
@@ -484,8 +484,8 @@ def test_of_a_target_on_the_hub_no_weights_are_fetched(stand_in, served, monkeyp
 def test_a_server_that_fails_while_it_is_measured_leaves_what_was_measured(
     stand_in, served, capsys
 ):
-    plain, drafting = stand_in(), stand_in(**SPECULATES)
-    drafting.faults = [None, None, 500]  # after the warm-up and a prompt
+    # the warm-up and a prompt
+    plain, drafting = stand_in(), stand_in(**SPECULATES, refuses_after=2)
     recipe = served(plain, speculative_url=drafting.url)
     with pytest.raises(ServerError, match="only a part was measured, after 1 of 3 prompts"):
         run(recipe)

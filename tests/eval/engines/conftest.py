@@ -2,6 +2,7 @@
 
 import pytest
 
+from eval.engines import served
 from eval.engines.engine_server import EngineServer
 from eval.engines.server import PATIENT
 from tests.fake_vllm import FakeVllm
@@ -9,9 +10,9 @@ from tests.fake_vllm import FakeVllm
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch):
-    monkeypatch.setattr(
-        EngineServer, "retries", PATIENT.new(total=3, backoff_factor=0.05, backoff_jitter=0)
-    )
+    soon = PATIENT.new(total=3, backoff_factor=0.05, backoff_jitter=0)
+    monkeypatch.setattr(EngineServer, "retries", soon)
+    monkeypatch.setattr(served, "PATIENT", soon)
 
 
 @pytest.fixture
