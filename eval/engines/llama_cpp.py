@@ -117,7 +117,7 @@ class LlamaServer(EngineServer):
                 "temperature": sampling.temperature,
                 "top_k": sampling.top_k or 0,
                 "top_p": sampling.top_p,
-                "seed": seed_of(decoding.seed, prompt.id) % (2**32 - 1),  # that is no seed
+                "seed": seed_of(decoding.seed, prompt.id) % (2**32 - 1),  # which is random
                 "cache_prompt": False,
             }
         )
