@@ -64,6 +64,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--since", type=Path, metavar="FILE", help=since)
     add("--draft", help="its name in the report; default: tuned, else the last")
     add("--temperature", type=float, help="of the traffic; default: the report's")
+    methods, of_method = ["greedy", "probabilistic"], "of the traffic's vLLM; default: the report's"
+    add("--draft_sample_method", choices=methods, help=of_method)
     add("--json", action="store_true", help="print one JSON object")
     return parser.parse_args(argv)
 
@@ -184,13 +186,17 @@ def main(argv: list[str]) -> int:
             raise ReportError(
                 f"the report has no draft {name!r}; name one of {', '.join(report.drafts)}"
             )
-        promised = measured_acceptance(report, report.drafts[name], args.temperature)
+        asked = args.temperature, args.draft_sample_method
+        promised = measured_acceptance(report, report.drafts[name], *asked)
         if args.monitoring:
             title = f"{name} on {report.target_named}"
             write_monitoring(args.monitoring, title, promised, args.selector, args.hours)
             return AS_MEASURED
         result = check_traffic(promised, args)
         result["assumed"] = f"{measured_in(report)}, temperature {report.decoding.temperature:g}"
+        if report.decoding.temperature:
+            method = report.decoding.draft_sample_method or "as in its servers"
+            result["assumed"] += f", draft_sample_method {method}"
     except (UserError, OSError) as error:
         missing = isinstance(error, ServerError) and error.status != 400  # 400: a bad selector
         status = NO_COUNTERS if missing else BAD_INPUT

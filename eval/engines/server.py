@@ -54,10 +54,15 @@ class ServerError(UserError):
 
 
 def check_address(url: str) -> SplitResult:
-    """The parts of http://HOST:PORT/PATH. Raises ServerError for another address."""
-    parts, shown = urlsplit(url), re.split("[?#]", url.rpartition("@")[2])[0]  # without a password
-    if parts.scheme not in ("http", "https") or not parts.hostname or shown != url:
-        raise ServerError(
+    """The parts of http://HOST:PORT/PATH. Raises UserError for another address."""
+    shown = re.split("[?#]", url.rpartition("@")[2])[0]  # without a password
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port or an IPv6 address that is none
+        valid = False
+    if not valid or shown != url:
+        raise UserError(
             f"The address of {shown} is not http://HOST:PORT alone; correct it, and set {API_KEY} "
             "if the server needs a key, because no server gets a password or a query."
         )
@@ -83,7 +88,7 @@ class Server:
         self.asked_model = model
         self._key = os.environ.get(API_KEY, "").strip()
         if not (self._key.isascii() and self._key.isprintable()):  # urllib3's error would show it
-            raise ServerError(f"{API_KEY} has characters that a header cannot have; correct it.")
+            raise UserError(f"{API_KEY} has characters that a header cannot have; correct it.")
         direct = self.host in ("localhost", "127.0.0.1", "::1") or proxy_bypass(self.host)
         proxy = None if direct else getproxies().get(parts.scheme)
         self._pool = (

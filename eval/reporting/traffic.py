@@ -20,7 +20,7 @@ from scipy.special import stdtrit
 from align.errors import UserError
 from eval.measuring.intervals import FEWEST_CLUSTERS, Measured
 from eval.measuring.runs import Speculation
-from eval.reporting.fields import DraftReport, Report
+from eval.reporting.fields import REFERENCE, DraftReport, Report
 
 # Share of false alarms per call. A third of 1% per week, because so far out shares have heavier
 # tails than Student's t; in simulations the result is 1% per week.
@@ -109,24 +109,26 @@ class Difference:
 
 
 def measured_acceptance(
-    report: Report, draft: DraftReport, temperature: float | None = None
+    report: Report,
+    draft: DraftReport,
+    temperature: float | None = None,
+    draft_sample_method: str | None = None,
 ) -> list[Estimate]:
     """A report's share of drafts whose first i tokens were all accepted, for i = 1…gamma.
 
-    temperature: of the traffic; None: the report's. Raises NotComparable if the report was measured
-    at another temperature or with another rule of acceptance, or if its drafts had several lengths.
+    temperature, draft_sample_method: of the traffic; None: the report's. Raises NotComparable if
+    the report was measured with others, if its engine verifies or drafts sampled tokens by other
+    rules than vLLM, or if its drafts had several lengths.
     """
-    measured = report.decoding.temperature
-    if temperature not in (None, measured):
+    decoding = report.decoding
+    if temperature not in (None, decoding.temperature):
         raise NotComparable(
-            f"The traffic has temperature {temperature:g}, but the report's is {measured:g}, so "
-            f"acceptance differs. Give a report measured with --temperature {temperature:g}."
+            f"The traffic has temperature {temperature:g}, but the report's is "
+            f"{decoding.temperature:g}, so acceptance differs. Give a report measured with "
+            f"--temperature {temperature:g}."
         )
-    if measured and report.engine != "vllm":
-        raise NotComparable(
-            f"The report was measured at temperature {measured:g} with {report.engine}, which "
-            f"samples and accepts drafts by other rules than vLLM. Measure with --engine vllm."
-        )
+    if decoding.temperature:
+        _refuse_other_rules(report, draft_sample_method)
     if draft.counters:
         places = [
             Estimate.of(place, draft.counters.num_drafts) for place in draft.counters.per_position
@@ -143,6 +145,29 @@ def measured_acceptance(
             "The report has no intervals of the acceptance by position; measure again."
         )
     return places
+
+
+def _refuse_other_rules(report: Report, draft_sample_method: str | None) -> None:
+    """Raise NotComparable unless sampled tokens were drafted and verified as in the traffic."""
+    decoding, method = report.decoding, report.decoding.draft_sample_method
+    by_token = report.engine == REFERENCE and decoding.verification == "rejection sampling"
+    if report.engine != "vllm" and not by_token:
+        raise NotComparable(
+            f"The report has {decoding.verification} of {report.engine} at temperature "
+            f"{decoding.temperature:g}, but vLLM accepts drafts by another rule. Measure with "
+            "--engine vllm, or with --engine torch --verification token."
+        )
+    if draft_sample_method not in (None, method):
+        raise NotComparable(
+            f"The traffic has draft_sample_method {draft_sample_method}, but the report's is "
+            f"{method or 'not known'}, so acceptance differs. Give a report measured with "
+            f"--draft_sample_method {draft_sample_method}."
+        )
+    if by_token and method == "probabilistic" and (decoding.top_k or decoding.top_p < 1):
+        raise NotComparable(
+            f"The report's drafts were sampled with top_k {decoding.top_k} and top_p "
+            f"{decoding.top_p:g}, but vLLM samples drafts without them. Measure with --engine vllm."
+        )
 
 
 def counted_acceptance(counts: Speculation, report: Sequence[Estimate]) -> list[Estimate]:

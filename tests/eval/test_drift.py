@@ -336,10 +336,39 @@ def test_input_of_no_use(report, traffic, tmp_path, capsys):
         main([report])
 
 
-def test_sampled_outputs_of_another_decoder_are_not_judged(sample_report, traffic, tmp_path):
-    """vLLM drafts the likeliest token where it samples: acceptance differs, and nothing moved."""
-    sample_report.decoding.temperature = 0.7
-    for engine, status in (("torch", 2), ("vllm", 1)):
-        sample_report.engine = engine
-        write_report(tmp_path, sample_report)
-        assert drift(str(tmp_path / "report.json"), traffic(4000, 0.6)) == status
+@pytest.mark.parametrize("address", ["http://[::1", "http://h:x", "me:secret@h:8000", "http://h?k"])
+def test_an_address_that_is_none(report, traffic, address):
+    """Not status 4: the server is not missing, its address is wrong."""
+    assert main([report, "--prometheus", address]) == 2
+
+
+TOKEN, BLOCK = "rejection sampling", "block verification"
+DRAWN, LIKELIEST = "probabilistic", "greedy"
+
+
+@pytest.mark.parametrize(
+    ("engine", "rule", "method", "served", "top_p", "status"),
+    [
+        ("vllm", TOKEN, DRAWN, None, 0.9, 1),
+        ("vllm", TOKEN, DRAWN, DRAWN, 0.9, 1),
+        ("vllm", TOKEN, DRAWN, LIKELIEST, 1, 2),
+        ("vllm", "the server's own rule", None, None, 1, 1),  # the same servers
+        ("vllm", "the server's own rule", None, LIKELIEST, 1, 2),
+        ("torch", BLOCK, LIKELIEST, None, 1, 2),
+        ("torch", TOKEN, LIKELIEST, LIKELIEST, 0.9, 1),
+        ("torch", TOKEN, DRAWN, None, 1, 1),
+        ("torch", TOKEN, DRAWN, LIKELIEST, 1, 2),
+        ("torch", TOKEN, DRAWN, None, 0.9, 2),  # vLLM drafts without top_p
+        ("llama.cpp", "the server's own rule", None, None, 1, 2),
+    ],
+)
+def test_sampled_outputs_are_judged_by_the_same_rules_only(
+    sample_report, traffic, tmp_path, engine, rule, method, served, top_p, status
+):
+    """By other rules other drafts are accepted, though nothing moved."""
+    sample_report.engine, decoding = engine, sample_report.decoding
+    decoding.temperature, decoding.top_p = 0.7, top_p
+    decoding.verification, decoding.draft_sample_method = rule, method
+    write_report(tmp_path, sample_report)
+    asked = ["--draft_sample_method", served] if served else []
+    assert drift(str(tmp_path / "report.json"), traffic(4000, 0.6), *asked) == status

@@ -2,6 +2,7 @@
 
 import pytest
 
+from align.errors import UserError
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
 from eval.engines.server import API_KEY, Server, ServerError
@@ -12,8 +13,8 @@ from tests.fake_vllm import TEXT
 
 @pytest.mark.parametrize("scheme", ["http://", "ftp://", ""])
 @pytest.mark.parametrize("place", ["me:secret@host:8000", "host:8000?k=secret", "host:8000#secret"])
-def test_an_address_that_is_none(scheme, place):
-    with pytest.raises(ServerError, match="host:8000") as refused:
+def test_no_secret_of_an_address_is_shown(scheme, place):
+    with pytest.raises(UserError, match="host:8000") as refused:
         Server(scheme + place)
     assert "secret" not in str(refused.value)
 
