@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import psutil
 
@@ -25,9 +22,8 @@ NOT_PASSED = {API_KEY, "VLLM_API_KEY", "LLAMA_API_KEY", "RANK", "LOCAL_RANK", "W
 NOT_PASSED |= {"LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
 # With the last one, no process of the server hosts a store.
 NOT_PASSED |= {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE"}
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# looked up here, because between fork and exec a lock of another thread may be held for ever
-_prctl: Any = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+# It ends its process group if its input is closed, which happens however this process ends.
+GUARD = f"trap '' TERM; read _; kill -TERM 0; sleep {DYING_SECONDS}; kill -KILL 0"
 
 
 @contextmanager
@@ -35,21 +31,21 @@ def served_here(engine: str, command: Sequence[str], variables: Mapping[str, str
     """The address of a server that `command` starts; the server ends with the block.
 
     command: without the options --host and --port, which every engine here has. variables: the
-    environment. On Linux the server also ends if this process is killed. Raises ServerError if the
-    server does not start. If the server ended, a ServerError of the block is raised again with the
+    environment. The server also ends if this process is killed. Raises ServerError if the server
+    does not start. If the server ended, a ServerError of the block is raised again with the
     end of the server's log.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryFile("w+") as log, _process_group() as group:
         server = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--port", str(port)],
             env={name: value for name, value in variables.items() if name not in NOT_PASSED},
+            stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that all processes of the server can be ended
-            preexec_fn=_end_with_parent if _prctl else None,
+            process_group=group,
         )
         try:
             address = f"http://127.0.0.1:{port}"
@@ -64,11 +60,33 @@ def served_here(engine: str, command: Sequence[str], variables: Mapping[str, str
                 why = _last_words(server, log.fileno())
                 raise ServerError(f"{error} This {engine} {why}.") from None
         finally:
-            _end(server)
+            for signal_sent in (signal.SIGTERM, signal.SIGKILL):
+                os.killpg(group, signal_sent)
+                with suppress(subprocess.TimeoutExpired):
+                    server.wait(END_SECONDS)
+                    break
 
 
-def _end_with_parent() -> None:
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+@contextmanager
+def _process_group() -> Iterator[int]:
+    """The id of a process group that is killed with the block, or if this process ends before."""
+    guard = subprocess.Popen(
+        ["/bin/sh", "-c", GUARD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        process_group=0,
+    )
+    try:
+        yield guard.pid
+    finally:
+        os.killpg(guard.pid, signal.SIGKILL)
+        guard.communicate()
+        deadline = time.monotonic() + DYING_SECONDS
+        with suppress(ProcessLookupError):  # processes of a server may outlive it and hold memory
+            while time.monotonic() < deadline:
+                os.killpg(guard.pid, signal.SIGKILL)
+                time.sleep(0.1)
 
 
 def _wait_until_ready(engine: str, server: subprocess.Popen[bytes], port: int, log: int) -> None:
@@ -97,18 +115,3 @@ def _last_words(server: subprocess.Popen[bytes], log: int) -> str:
     ending = "did not answer" if status is None else f"ended with status {status}"
     why = " / ".join((reasons or said)[-2:])[-600:] or "no output"
     return f"{ending} ({why})"
-
-
-def _end(server: subprocess.Popen[bytes]) -> None:
-    """End all processes of a server: with SIGTERM first, then with SIGKILL."""
-    for signal_sent in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, signal_sent)
-        with suppress(subprocess.TimeoutExpired):
-            server.wait(END_SECONDS)
-            break
-    deadline = time.monotonic() + DYING_SECONDS
-    with suppress(ProcessLookupError):  # child processes may live longer and hold memory
-        while time.monotonic() < deadline:
-            os.killpg(server.pid, signal.SIGKILL)
-            time.sleep(0.1)

@@ -40,6 +40,11 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         about = os.getppid(), os.getpid(), arguments
         self.wfile.write(json.dumps(about).encode())
+if "starting" in arguments:
+    os.fork()
+    with open(arguments[arguments.index("starting") + 1], "a") as file:
+        print(os.getpid(), file=file, flush=True)
+    signal.pause()
 if engine := os.fork():
     signal.signal(signal.SIGTERM, lambda *_: os.kill(engine, signal.SIGTERM))
     os.wait()
@@ -188,21 +193,23 @@ def test_a_server_that_is_never_ready(monkeypatch):
         pass
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends them")
-def test_a_server_ends_with_a_process_that_is_killed():
-    fork = multiprocessing.get_context("fork")
-    receiving, sending = fork.Pipe()
+@pytest.mark.parametrize("starting", [False, True])
+@pytest.mark.parametrize("sent", ["SIGTERM", "SIGINT", "SIGHUP", "SIGKILL"])
+def test_a_server_ends_with_this_process(tmp_path, sent, starting):
+    """While it starts, it does not pass on to its processes that it is asked to end."""
+    noted = tmp_path / "processes"
 
     def serve():
-        with serve_vllm("T") as url:
-            sending.send(ask(url))
+        with serve_vllm("T", *(["starting", str(noted)] * starting)) as url:
+            noted.write_text("\n".join(map(str, ask(url)[:2])))
             time.sleep(60)
 
-    started = fork.Process(target=serve)
+    started = multiprocessing.get_context("fork").Process(target=serve)
     started.start()
-    *processes, _ = receiving.recv()
+    while not noted.exists() or len(processes := noted.read_text().split()) < 2:
+        time.sleep(0.05)
     assert all(map(alive, processes))
-    started.kill()
+    os.kill(started.pid, signal.Signals[sent])
     started.join()
     assert ended(processes)
 
