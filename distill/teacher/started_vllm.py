@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from accelerate import PartialState
 
 from align.machine import from_first
-from align.sources import load_config, resolve_checkpoint
+from align.sources import resolve_checkpoint
 from align.vocabulary import Vocabulary
 from distill.models import Pair, target_device
 from distill.prompt_sets import Prompts
@@ -92,8 +92,9 @@ class StartedVllm(ServedTarget):
         positions = max(map(len, self.prompts)) + self.settings.decoding.max_new_tokens
         arguments = ["--dtype", self.dtype, "--max-model-len", str(positions)]
         arguments += ["--max-logprobs", str(max(LOGPROBS, self.settings.top_k))]
-        arguments += gpu_arguments(load_config(self.target.spec)) or ON_CPU
+        folder = resolve_checkpoint(self.target.spec)
+        arguments += gpu_arguments(folder) or ON_CPU
         print(f"starting vLLM with {' '.join(arguments)}", flush=True)
-        url = self.stack.enter_context(serve_vllm(resolve_checkpoint(self.target.spec), *arguments))
+        url = self.stack.enter_context(serve_vllm(folder, *arguments))
         self.running = open_server(url, None, self.settings)
         self._check_server()

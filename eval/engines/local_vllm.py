@@ -190,8 +190,7 @@ class VllmServers(Servers):
             except (UserError, OSError) as error:
                 self.unreadable[draft] = str(error)
         folders = [folder for folder, _ in self.loadable.values() if isinstance(folder, Path)]
-        files = [file for folder in (self.path, *folders) for file in weight_files(folder)]
-        on_gpus = gpu_arguments(config, folders, sum(file.stat().st_size for file in files))
+        on_gpus = gpu_arguments(self.path, folders)
         # The dtype is the default of `vllm serve`. The prefix cache is off, because with it the
         # second request of a prompt is faster than the first.
         self.arguments = ["--dtype", "auto", "--max-model-len", str(positions)]
@@ -209,23 +208,20 @@ class VllmServers(Servers):
         return serve_vllm(self.path, *drafting, *self.arguments)
 
 
-def gpu_arguments(
-    target: PreTrainedConfig, drafts: Iterable[Path] = (), weights: int | None = None
-) -> list[str]:
-    """The arguments that spread a server over GPUs of this machine; [] without a GPU.
+def gpu_arguments(target: Path, drafts: Sequence[Path] = ()) -> list[str]:
+    """The arguments for the fewest GPUs that hold the weights; [] without a GPU.
 
-    drafts: folders of drafts that are split in the same way as the target. weights: bytes for which
-    the fewest GPUs are taken; None: all GPUs are.
+    target, drafts: folders. Drafts are split in the same way as the target.
     """
     gpus = torch.cuda.device_count()
     if not gpus:
         return []
-    *fewer, count = tensor_parallel(gpus, target, drafts)
+    *fewer, count = tensor_parallel(gpus, load_config(str(target)), drafts)
     # GPU with the least free memory; rounded down, because vLLM refuses more than is free
     free, total = min((torch.cuda.mem_get_info(gpu) for gpu in range(count)), key=min)
-    if weights is not None:
-        room = WEIGHTS * MOST_OF_GPU * free
-        count = next((parts for parts in fewer if weights <= parts * room), count)
+    files = [file for folder in (target, *drafts) for file in weight_files(folder)]
+    weights, room = sum(file.stat().st_size for file in files), WEIGHTS * MOST_OF_GPU * free
+    count = next((parts for parts in fewer if weights <= parts * room), count)
     share = int(100 * MOST_OF_GPU * free / total) / 100
     return ["--tensor-parallel-size", str(count), "--gpu-memory-utilization", f"{share:.2f}"]
 

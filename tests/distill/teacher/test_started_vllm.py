@@ -103,6 +103,16 @@ def test_it_ends_whatever_happens_and_what_it_answered_stays(asked, started, mon
     assert started[1][0].answered < 11 - kept + 2  # the check, and none of those that are there
 
 
+def test_it_takes_one_gpu_as_an_evaluation_does(asked, started, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (40 * 2**30, 80 * 2**30))
+    with closing(asked):
+        asked.answers(asked.prompts)
+    options = dict(pairwise(started[0][2]))
+    assert options["--tensor-parallel-size"] == "1"
+    assert options["--gpu-memory-utilization"] == "0.45"
+
+
 def test_without_vllm_it_is_refused_with_the_commands_that_install_it(
     job, tmp_path, started, monkeypatch
 ):
