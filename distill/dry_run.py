@@ -55,7 +55,7 @@ def dry_run(recipe: Recipe) -> int:
     asked = to_answer(prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers)
     print_memory(recipe, longest, len(asked), answers_here=answering.by == "local")
     answering.check()
-    if recipe.answers == "server":
+    if recipe.served:
         print(f"server: {recipe.answer_url} serves the target of this recipe")
         return 0
     for spec in filter(None, (recipe.target, recipe.draft)):
@@ -118,7 +118,7 @@ def print_memory(recipe: Recipe, longest: int, answers: int, answers_here: bool)
     shards = PartialState().num_processes if parse_flag_from_env("ACCELERATE_USE_FSDP") else 1
     spread = torch.cuda.device_count() if recipe.device_map == "auto" else 1
     stages = {"training": draft * (4 + size if recipe.use_peft else TRAINED_BYTES) // shards}
-    if recipe.answers != "server":
+    if not recipe.served:
         held = parameters(target) * size
         stages["evaluating"] = held // spread + draft * size
         if answers_here:

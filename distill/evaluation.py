@@ -48,7 +48,7 @@ def evaluate(
         with opened_weights(path):  # compares header and file size
             pass
     made_by = provenance(recipe, prompts, clock.seconds())
-    if recipe.answers == "server":
+    if recipe.served:
         report = _measured_served(recipe, prompts, made_by)
     else:
         report = _measured_here(recipe, pair, prompts, load(), clock, made_by)

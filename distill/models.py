@@ -94,7 +94,7 @@ def check_models(recipe: Recipe) -> Pair:
             "the whole target on the same GPUs; start one (accelerate launch --num_processes 1), "
             "or use a server (answers: server)."
         )
-    served, fetch = recipe.answers == "server", not recipe.dry_run
+    served, fetch = recipe.served, not recipe.dry_run
     target = read_vocabulary(recipe.target, weights=fetch and not served)
     draft = target if recipe.sibling is None else read_vocabulary(recipe.sibling, weights=fetch)
     published = None  # config.json of a published draft that the recipe starts from
@@ -192,7 +192,7 @@ def target_loader(recipe: Recipe, prompts: Prompts) -> functools._lru_cache_wrap
     ids = prompts.evaluation.ids + prompts.training.ids + prompts.tuning.ids
     new = max(recipe.max_new_tokens, recipe.answer_max_new_tokens)
     needed = context_length(ids, new, recipe.max_gamma)
-    if recipe.sibling is not None and recipe.answers != "server":
+    if recipe.sibling is not None and not recipe.served:
         reads = longest_context(load_config(recipe.sibling).get_text_config())
         if reads < needed:
             raise UserError(
@@ -200,7 +200,7 @@ def target_loader(recipe: Recipe, prompts: Prompts) -> functools._lru_cache_wrap
                 f"output take {needed}; lower max_prompt_length, "
                 "max_new_tokens or answer_max_new_tokens, or name another draft."
             )
-    if recipe.answers != "server" and device == "cuda":  # a vLLM may answer, but not evaluate
+    if not recipe.served and device == "cuda":  # a vLLM may answer, but not evaluate
         size = parameters(load_config(recipe.target).get_text_config()) * dtype.itemsize
         if size > (total := torch.cuda.mem_get_info()[1]):
             raise UserError(

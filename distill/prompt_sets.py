@@ -24,6 +24,7 @@ from align.machine import from_first
 from align.sources import load_config, read_json
 from align.vocabulary import Vocabulary
 from distill.recipe import Recipe
+from distill.teacher.logged_rows import logged_prompts, with_output_ids
 from eval.decoding.build import longest_context
 from eval.measuring.intervals import FEWEST_CLUSTERS
 from eval.near_duplicates import NearDuplicates, Overlap, drop_overlap
@@ -151,9 +152,13 @@ def _chosen(recipe: Recipe, target: Vocabulary) -> Prompts:
     # compared raw: in chat form all prompts share the instruction
     compared = [prompt for prompt in chosen if prompt.id in fitting]
     limit = recipe.max_train_prompts + recipe.tuning_prompts
-    prompts, overlap = training_prompts(recipe.train_prompts, compared, limit, recipe.seed)
+    spec, logged = recipe.train_prompts, recipe.answers == "logged"
+    source = logged_prompts(spec, recipe.answer_model) if logged else None
+    prompts, overlap = training_prompts(spec, compared, limit, recipe.seed, source)
     longest = max(recipe.answer_max_new_tokens, recipe.max_new_tokens)
-    pool = rendered(recipe.train_prompts, longest, prompts)
+    pool = rendered(spec, longest, prompts)
+    if logged:
+        pool = with_output_ids(pool, target, recipe.answer_max_new_tokens)
     measured_ids = set(map(tuple, measured.ids))  # a cut may have made prompts equal
     rendered_pool = zip(pool.prompts, pool.ids, strict=True)
     pool = pool.of_ids({p.id for p, ids in rendered_pool if tuple(ids) not in measured_ids})
@@ -189,19 +194,20 @@ def keep_prompts(folder: Path, prompts: Prompts) -> None:
 
 
 def training_prompts(
-    spec: str, eval_prompts: list[Prompt], limit: int | None, seed: int
+    spec: str,
+    eval_prompts: list[Prompt],
+    limit: int | None,
+    seed: int,
+    source: Sequence[Prompt] | None = None,
 ) -> tuple[list[Prompt], Overlap]:
     """Up to `limit` different prompts (None: all) in an order drawn with the seed.
 
-    No prompt is equal to, or a near-duplicate of, an evaluation prompt. Raises PromptError if none
-    is left, and the errors of `load_prompts`.
+    source: the prompts of the spec, if they have been read. No prompt is equal to, or a
+    near-duplicate of, an evaluation prompt. Raises PromptError if none is left, and the errors of
+    `load_prompts`.
     """
-    if spec == STDLIB:
-        source: Sequence[Prompt] = stdlib_prompts()
-    elif spec == LICENCES:
-        source = licence_prompts(held_out=False)
-    else:
-        source = open_prompts(spec)
+    if source is None:
+        source = _open_source(spec)
     order = list(range(len(source)))
     random.Random(seed).shuffle(order)
     # read one by one, so that only these prompts of a large data set are in memory
@@ -214,6 +220,12 @@ def training_prompts(
     refuse_repeated_ids(kept, spec)
     refuse_server_only(kept)
     return kept, overlap
+
+
+def _open_source(spec: str) -> Sequence[Prompt]:
+    if spec == STDLIB:
+        return stdlib_prompts()
+    return licence_prompts(held_out=False) if spec == LICENCES else open_prompts(spec)
 
 
 def evaluation_prompts(spec: str, limit: int | None, seed: int) -> list[Prompt]:

@@ -40,7 +40,7 @@ class RecipeError(UserError):
 
 
 Strategy = Literal["auto", "direct", "padded", "remap", "transplant"]
-Answerer = Literal["auto", "local", "vllm", "server"]
+Answerer = Literal["auto", "local", "vllm", "server", "logged"]
 Schedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt"]
 Text = Annotated[str, Field(min_length=1)]
 HubId = Annotated[str, Field(pattern=r"^\w[\w.-]*/[\w.-]+$")]
@@ -82,7 +82,7 @@ class Recipe:
     draft_vocab_size: Count | None = _key("entries of the draft's LM head; null: all", None)
     fit_tokens: Count = _key("output tokens for the least-squares initialisation", 20_000)
     device_map: Literal["auto"] | None = _key("auto: the target's layers over all GPUs", None)
-    answers: Answerer = _key("what generates the target's outputs: local, vllm or server", "auto")
+    answers: Answerer = _key("source of the target's outputs: local, vllm, server, logged", "auto")
     answer_url: Text | None = _key("address of the target's server, http://HOST:PORT", None)
     answer_model: Text | None = _key("the target's name on its server; null: its only model", None)
     speculative_url: Text | None = _key("server with target and draft; null: no evaluation", None)
@@ -131,6 +131,11 @@ class Recipe:
         return self.draft if self.kind.language_model else None
 
     @property
+    def served(self) -> bool:
+        """Whether the target is behind a server, so that its weights are not loaded here."""
+        return self.answer_url is not None
+
+    @property
     def folder(self) -> Path:
         return Path(self.output_dir or f"outputs/{self.name}")
 
@@ -156,7 +161,8 @@ class Recipe:
         """How the target generates the training outputs. stops: its stop tokens."""
         sampling, longest = Sampling(self.answer_temperature), self.answer_max_new_tokens
         decoding = Decoding(sampling, frozenset(stops), longest, self.seed)
-        return AnswerSettings(decoding, self.cache_top_k, self.answer_batch_size)
+        logged = self.answers == "logged"
+        return AnswerSettings(decoding, self.cache_top_k, self.answer_batch_size, logged)
 
 
 OWN = {f.name: f for f in dataclasses.fields(Recipe) if f.name != "training"}
@@ -363,7 +369,7 @@ def _check_together(recipe: Recipe) -> None:
 
 def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
     """Triples: whether keys contradict each other, their names, reason and remedy."""
-    kind, served = recipe.kind, recipe.answers == "server"
+    kind, served, logged = recipe.kind, recipe.served, recipe.answers == "logged"
     yield (
         recipe.answers_per_prompt > 1 and recipe.answer_temperature == 0,
         "answers_per_prompt answer_temperature",
@@ -398,23 +404,34 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
         "strategy to auto",
     )
     yield (
-        recipe.answers in ("vllm", "server") and recipe.train_on_prompts,
+        recipe.answers in ("vllm", "server", "logged") and recipe.train_on_prompts,
         "train_on_prompts answers",
-        "distributions within prompts are not requested from servers; set train_on_prompts to "
-        "false",
+        "distributions within prompts are neither requested from servers nor read with logged "
+        "outputs; set train_on_prompts to false",
     )
-    urls = [recipe.answer_url, recipe.answer_model, recipe.speculative_url]
     yield (
-        recipe.answer_url is None if served else any(urls),
-        "answers answer_url answer_model speculative_url",
-        "answers: server needs answer_url (http://HOST:PORT), and other values of answers use no "
-        "server; set both, or remove these keys",
+        logged and recipe.answers_per_prompt > 1,
+        "answers_per_prompt answers",
+        "each logged output is read once; set answers_per_prompt to 1",
+    )
+    yield (
+        not served
+        if recipe.answers == "server"
+        else not logged and (served or recipe.answer_model is not None),
+        "answers answer_url answer_model",
+        "answers: server needs answer_url (http://HOST:PORT), answers: logged may have it, and "
+        "other values of answers use no server; set both, or remove these keys",
+    )
+    yield (
+        recipe.speculative_url is not None and not served,
+        "speculative_url answer_url",
+        "the two servers are compared; set both, or neither",
     )
     yield (
         served and recipe.sibling is None,
-        "answers drafter draft",
-        "this drafter is made from the target's weights; name a sibling with draft, or set answers "
-        "to auto",
+        "answer_url drafter draft",
+        "this drafter is made from the target's weights, but a server has the target; name a "
+        "sibling with draft, or leave answer_url out",
     )
     yield (
         served and recipe.speculative_url == recipe.answer_url,

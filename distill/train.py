@@ -35,7 +35,7 @@ from distill.run_folder import claim_folder, delete_training_state, refuse_anoth
 from distill.teacher.answers import USED, AnsweringTarget, note_used, to_answer
 from distill.teacher.started_vllm import answering_target
 from distill.teacher.states import cache_states
-from distill.teacher.store import Answers, names_of
+from distill.teacher.store import Answers
 from distill.trainer import WAIT, distil_draft, training_config
 from eval.measuring.journal import INTERRUPTED
 from eval.reporting.text import print_summary
@@ -73,7 +73,7 @@ def run_stages(recipe: Recipe, clock: Clock) -> int:
         claim_folder(recipe, pair, prompts)
         clock.keep()
     if target is not None:
-        clock.stage("Generate the target's outputs")
+        clock.stage(f"The target's outputs are {target.verb}")
         with closing(target):
             held_out = target.answers(prompts.held_out.ids)
             answers = answered(recipe, prompts, target, clock)
@@ -131,7 +131,7 @@ def answered(recipe: Recipe, prompts: Prompts, target: AnsweringTarget, clock: C
         return first(read_json(noted)["count"])
     if recipe.minutes is None:
         return first(len(asked))
-    lacking = target.store.missing(names_of(asked, taught))
+    lacking = target.store.missing(target.names(asked, taught))
     return answers_in_time(clock, len(asked), lacking, recipe.answer_batch_size, first)
 
 

@@ -525,7 +525,7 @@ def distil_draft(
     distilled = distil(trainer, recipe, base)
     if distilled is None:
         return None
-    counts = {"max_answers": len(answers), "max_steps": trainer.state.global_step}
+    counts = {"max_answers": answers.asked, "max_steps": trainer.state.global_step}
     with atomic_file(recipe.folder / REPEAT) as file:
         file.write(dump(recipe, minutes=None, **counts))
     best = best_of(read_measurements(recipe.folder))

@@ -28,7 +28,7 @@ import random
 import re
 import reprlib
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -123,6 +123,18 @@ else:
 _Name = Annotated[str, BeforeValidator(lambda name: str(name) if type(name) is int else name)]
 
 
+class LoggedOutput(TypedDict):
+    """The target's own output for a prompt, from a log: as a message, or its token ids.
+
+    cut: whether it ended at a limit, without a stop token. temperature: at which it was sampled.
+    """
+
+    message: NotRequired[_Message]
+    token_ids: NotRequired[list[int]]
+    cut: NotRequired[bool]
+    temperature: NotRequired[float]
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One prompt: `prompt` is completed raw, `messages` are rendered with a chat template.
@@ -141,6 +153,7 @@ class Prompt:
     tools: list[dict[str, Any]] | None = None
     follow_ups: list[Annotated[str, Field(pattern=r"\S")]] | None = None
     response_format: dict[str, Any] | None = None
+    logged_output: LoggedOutput | None = None
 
     @property
     def content(self) -> str:
@@ -249,7 +262,7 @@ def open_prompts(spec: str) -> Sequence[Prompt]:
     named = spec.startswith("pypi:") or spec.endswith((".jsonl", ".jsonl.gz"))
     prompts: Sequence[Prompt]
     if named or Path(spec).exists():
-        prompts = _lines_of(resolve_file(spec), spec)
+        prompts = [parse_row(line, spec, number) for number, line in lines_of(spec)]
     else:
         prompts = _Rows(spec)
     if not prompts:
@@ -264,7 +277,9 @@ def draw(prompts: Sequence[Prompt], limit: int | None, seed: int) -> list[Prompt
     return [prompts[i] for i in sorted(random.Random(seed).sample(range(len(prompts)), limit))]
 
 
-def _lines_of(path: Path, spec: str) -> list[Prompt]:
+def lines_of(spec: str) -> list[tuple[int, bytes]]:
+    """The lines of a file that are not empty, numbered from 1. Raises PromptError, SourceError."""
+    path = resolve_file(spec)
     try:
         content = path.read_bytes()
         if path.name.endswith(".gz"):
@@ -275,7 +290,7 @@ def _lines_of(path: Path, spec: str) -> list[Prompt]:
         ) from error
     # editors on Windows may write a byte order mark at the beginning
     lines = content.removeprefix(codecs.BOM_UTF8).split(b"\n")
-    return [_parse(line, spec, number) for number, line in enumerate(lines, 1) if line.strip()]
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 class _Rows(Sequence[Prompt]):
@@ -304,7 +319,7 @@ class _Rows(Sequence[Prompt]):
 
     def __getitem__(self, number: Any) -> Any:
         number = range(len(self))[number]
-        return _parse(_without_nulls(self.rows[number]), self.spec, number)
+        return parse_row(_without_nulls(self.rows[number]), self.spec, number)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -396,7 +411,7 @@ _ROW: TypeAdapter[Prompt] = TypeAdapter(
 )
 
 
-def _parse(row: bytes | dict[str, Any], spec: str, number: int) -> Prompt:
+def parse_row(row: bytes | dict[str, Any], spec: str, number: int) -> Prompt:
     """The prompt of a line (numbered from 1) or of a data set's row (numbered from 0)."""
     try:
         if isinstance(row, bytes):
@@ -540,20 +555,9 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
             "template; give `prompt` instead, or a target with a template."
         )
     _refuse_unread(prompt, tokenizer.get_chat_template(tools=prompt.tools))
-
-    def rendered(turns: list[dict[str, Any]]) -> str:
-        text: Any = tokenizer.apply_chat_template(
-            turns,
-            tools=None if prompt.tools is None else [*prompt.tools],
-            add_generation_prompt=True,
-            tokenize=False,
-            **(prompt.chat_template_kwargs or {}),
-        )
-        return str(text)
-
     turns = prompt.messages
     try:
-        text = rendered(turns)
+        text = _rendered(prompt, turns, tokenizer)
     except Exception as error:  # a template raises whatever its expressions do
         raise PromptError(
             f"Prompt {prompt.id!r}: the target's chat template refuses its `messages` ({error}); "
@@ -565,12 +569,52 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
             continue
         # compared with other text, because a turn may say what is the default ("/think")
         other = turn | {"content": EXAMPLE}
-        if rendered([*turns[:i], other, *turns[i + 1 :]]) == text:
+        if _rendered(prompt, [*turns[:i], other, *turns[i + 1 :]], tokenizer) == text:
             raise PromptError(
                 f"Prompt {prompt.id!r}: the target's chat template drops the turn of role "
                 f"{turn['role']!r}; use a role that the template knows, or remove the turn."
             )
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _rendered(
+    prompt: Prompt,
+    turns: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    asks: bool = True,
+) -> str:
+    """The text of these turns with the prompt's tools. asks: whether an output follows them."""
+    text: Any = tokenizer.apply_chat_template(
+        turns,
+        tools=None if prompt.tools is None else [*prompt.tools],
+        add_generation_prompt=asks,
+        tokenize=False,
+        **(prompt.chat_template_kwargs or {}),
+    )
+    return str(text)
+
+
+def render_output(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, stops: Container[int]
+) -> list[int] | None:
+    """The token ids of a prompt's logged message, with its stop token unless it is cut.
+
+    The template renders the message after the prompt's turns, with its tool calls and reasoning.
+    None if the template does not render the prompt's text before it.
+    """
+    assert prompt.messages is not None
+    assert prompt.logged_output is not None
+    asked = _rendered(prompt, prompt.messages, tokenizer)
+    try:
+        said = [*prompt.messages, prompt.logged_output["message"]]
+        text = _rendered(prompt, said, tokenizer, asks=False)
+    except Exception:  # a template raises whatever its expressions do
+        return None
+    if not text.startswith(asked):
+        return None
+    ids = list(tokenizer(text.removeprefix(asked), add_special_tokens=False)["input_ids"])
+    end = next((i for i, token in enumerate(ids) if token in stops), len(ids))
+    return ids[: end + (not prompt.logged_output.get("cut"))]
 
 
 def chat_request(prompt: Prompt) -> dict[str, Any]:

@@ -84,10 +84,11 @@ def to_answer(prompts: list[list[int]], per_prompt: int, most: int | None) -> li
 class AnsweringTarget:
     """A target that generates outputs, and the store of its outputs; every process has one.
 
-    by: the name under which the store counts its outputs.
+    by: the name under which the store counts its outputs. verb: how it made them.
     """
 
     by: Answerer
+    verb = "generated"
 
     def __init__(self, store: Store, settings: AnswerSettings) -> None:
         self.store, self.settings = store, settings
@@ -97,6 +98,10 @@ class AnsweringTarget:
 
     def close(self) -> None:
         """End the server that was started for the outputs."""
+
+    def names(self, prompts: list[list[int]], taught: bool = False) -> list[str]:
+        """The names of these prompts' outputs in the store."""
+        return names_of(prompts, taught)
 
     def answers(self, prompts: list[list[int]], taught: bool = False) -> Answers:
         """The outputs for these prompts (token ids), in their order. All processes must call it.
@@ -108,7 +113,7 @@ class AnsweringTarget:
         """
         if not prompts:
             return Answers(self.store, [])
-        clock, names = time.monotonic(), names_of(prompts, taught)
+        clock, names = time.monotonic(), self.names(prompts, taught)
         missing = self.store.missing(names)
         self._make({names[i]: prompts[i] for i in missing}, taught)
         self.store.wait_for(names)
@@ -124,7 +129,7 @@ class AnsweringTarget:
             )
         if PartialState().is_main_process:
             print(
-                f"outputs: {len(missing)} of {len(names)} generated in "
+                f"outputs: {len(missing)} of {len(names)} {self.verb} in "
                 f"{time.monotonic() - clock:.0f} s, {sum(lengths)} tokens in {self.store.folder}"
             )
         return answers
@@ -214,7 +219,8 @@ def note_used(folder: Path, target: Vocabulary, answers: Answers) -> None:
         "key": store.key,
         "tokenizer": target.sha256,
         "chat template": hashlib.sha256(template.encode()).hexdigest(),
-        "count": len(answers),
+        "count": answers.asked,
+        "left out": answers.left_out,
         "by": store.made_by(answers.names),
         "answers": store.sha256_of(answers.names),
     }

@@ -8,7 +8,7 @@ log-probabilities of the most likely tokens at its position, as vLLM's /v1/compl
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from multiprocessing.pool import ThreadPool
@@ -25,7 +25,7 @@ from align.machine import from_first
 from align.sources import load_tokenizer, read_json
 from align.vocabulary import Vocabulary
 from distill.teacher.answers import ANSWERS_PER_SHARD, USED, Answerer, AnsweringTarget
-from distill.teacher.store import Answers, AnswerSettings, CachedAnswer, Store, names_of
+from distill.teacher.store import Answers, AnswerSettings, CachedAnswer, Store
 from eval.decoding.loop import seed_of
 from eval.engines.server import PATIENT, UNPENALISED, Server, ServerError, token_ids
 
@@ -47,7 +47,7 @@ Array = np.ndarray[Any, Any]
 
 
 class _Logprobs(BaseModel):
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]  # None at a text's first token
 
 
 class _Choice(BaseModel):
@@ -96,19 +96,11 @@ class Request:
 
         sent: the JSON response of /v1/completions.
         """
-        try:
-            completion = _Completion.model_validate(sent)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ServerError(
-                f"it is not a completion with token ids and log-probabilities ({where}: "
-                f"{first['msg']}); use vLLM 0.10.2 or later"
-            ) from None
-        for fault in self._faults(completion, prompt):
+        choice = self._choice(sent, prompt)
+        for fault in self._faults(choice):
             raise ServerError(fault)
-        tokens = completion.choices[0].token_ids
-        ids, values = self._top(completion.choices[0].logprobs.top_logprobs)
+        tokens = choice.token_ids
+        ids, values = self._top(choice.logprobs.top_logprobs)
         if self.temperature == 0:
             chosen = np.where(ids == np.array(tokens)[:, None], values, -np.inf).max(1)
             if (wrong := (chosen < values[:, 0] - ROUNDING).nonzero()[0]).size:
@@ -123,17 +115,52 @@ class Request:
             top_logprobs=torch.from_numpy(values).float(),
         )
 
-    def _faults(self, completion: _Completion, prompt: list[int]) -> Iterator[str]:
-        """Faults of a response's model, prompt or length."""
-        choice = completion.choices[0]
-        tokens = choice.token_ids
+    def body_of_text(self, text: list[int]) -> dict[str, Any]:
+        """A request for the log-probabilities within a text, by which nothing is sampled."""
+        return self.body(text) | {"echo": True, "max_tokens": 1, "temperature": 1.0}
+
+    def read_text(self, sent: Any, prompt: list[int], output: list[int]) -> CachedAnswer:
+        """The checked log-probabilities of a logged output, from the response to `body_of_text`.
+
+        Raises ServerError if the response does not fit the request.
+        """
+        rows = self._choice(sent, prompt + output).logprobs.top_logprobs
+        if len(rows) != (size := len(prompt) + len(output) + 1):
+            raise ServerError(f"it has {len(rows)} distributions for {size} tokens; use vLLM")
+        ids, values = self._top(rows[len(prompt) : -1])
+        return CachedAnswer(
+            prompt_ids=torch.tensor(prompt),
+            response_ids=torch.tensor(output),
+            top_ids=torch.from_numpy(ids),
+            top_logprobs=torch.from_numpy(values).float(),
+        )
+
+    def _choice(self, sent: Any, prompt: list[int]) -> _Choice:
+        """A response's output. Raises ServerError for another form, model or prompt."""
+        try:
+            completion = _Completion.model_validate(sent)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ServerError(
+                f"it is not a completion with token ids and log-probabilities ({where}: "
+                f"{first['msg']}); use vLLM 0.10.2 or later"
+            ) from None
         if completion.model != self.model:
-            yield f"it comes from model {completion.model!r}; name the target with answer_model"
+            raise ServerError(
+                f"it comes from model {completion.model!r}; name the target with answer_model"
+            )
+        choice = completion.choices[0]
         if choice.prompt_token_ids != prompt:
-            yield (
+            raise ServerError(
                 f"the server reads the prompt as tokens {choice.prompt_token_ids[:8]}… and not "
                 f"{prompt[:8]}…; serve the target of this recipe, without a limit on prompts"
             )
+        return choice
+
+    def _faults(self, choice: _Choice) -> Iterator[str]:
+        """Faults of an output's length or end."""
+        tokens = choice.token_ids
         if len(tokens) != (count := len(choice.logprobs.top_logprobs)):
             yield f"it has {len(tokens)} tokens and {count} distributions; use vLLM"
         if choice.finish_reason == "length" and len(tokens) != self.max_tokens:
@@ -150,8 +177,9 @@ class Request:
                 "leaves the stop token out, so that ending would not be learned; use vLLM"
             )
 
-    def _top(self, rows: list[dict[str, float]]) -> tuple[Array, Array]:
+    def _top(self, told: Sequence[dict[str, float] | None]) -> tuple[Array, Array]:
         """Ids and log-probabilities [R, top] of the most likely tokens, best first."""
+        rows = [row or {} for row in told]
         # a row also has the chosen token if this is not one of the most likely
         counts = np.array([len(row) for row in rows])
         if counts.min() < self.top:
@@ -203,24 +231,25 @@ def open_server(url: str, model: str | None, settings: AnswerSettings) -> Server
 
 
 def served_store(
-    server: Server, settings: AnswerSettings, folder: Path, prompts: list[list[int]], stores: Path
+    server: Server, settings: AnswerSettings, folder: Path, names: list[str], stores: Path
 ) -> Store:
     """The store of the served model's outputs, in the folder `stores`. All processes must call it.
 
-    The first process asks the server for its models, unless the store that is noted in the run's
-    folder has all outputs. Raises ServerError if the target is not served.
+    names: of the run's outputs. The first process asks the server for its models, unless the store
+    that is noted in the run's folder has all outputs. Raises ServerError if the target is not
+    served.
     """
     key: dict[str, Any] = {}
     if PartialState().is_main_process:
         key = read_json(folder / USED)["key"] if (folder / USED).exists() else {}
-        if not key or unanswered(Store.of(key, stores), prompts):
+        if not key or unanswered(Store.of(key, stores), names):
             key = _served_model(server) | settings.key
     return Store.of(from_first(key), stores)
 
 
-def unanswered(store: Store, prompts: list[list[int]]) -> bool:
-    """Whether any of these prompts has no output in the store."""
-    return any(name not in store for name in names_of(prompts))
+def unanswered(store: Store, names: list[str]) -> bool:
+    """Whether the store lacks any of these outputs."""
+    return any(name not in store for name in names)
 
 
 def _served_model(server: Server) -> dict[str, str]:
@@ -268,7 +297,7 @@ class ServedTarget(AnsweringTarget):
 
     def check(self) -> None:
         """Raise ServerError if the server has another target, unless all outputs are stored."""
-        if unanswered(self.store, self.prompts):
+        if unanswered(self.store, self.names(self.prompts)):
             self._check_server()
 
     def _make(self, missing: Mapping[str, list[int]], taught: bool) -> None:
@@ -279,7 +308,7 @@ class ServedTarget(AnsweringTarget):
 
         def answer(item: tuple[str, list[int]]) -> tuple[str, CachedAnswer]:
             name, prompt = item
-            return name, self.ask(prompt, request, seed_of(self.settings.decoding.seed, name))
+            return name, self.output(name, prompt, request)
 
         bar = tqdm(
             total=len(missing),
@@ -294,6 +323,10 @@ class ServedTarget(AnsweringTarget):
                 packed = {name: a.packed(self.target.vocab_size) for name, a in shard.items()}
                 self.store.append(packed, self.by)
                 bar.update(len(shard))
+
+    def output(self, name: str, prompt: list[int], request: Request) -> CachedAnswer:
+        """The output with this name in the store. Raises ServerError."""
+        return self.ask(prompt, request, seed_of(self.settings.decoding.seed, name))
 
     def request(self) -> Request:
         decoding = self.settings.decoding
@@ -315,8 +348,12 @@ class ServedTarget(AnsweringTarget):
         """
         about, body = f" to a prompt of {len(prompt)} tokens", request.body(text or prompt, seed)
         sent = self.server.ask("/v1/completions", body, about)
+        return self.checked(lambda: request.read(sent, prompt), about)
+
+    def checked(self, read: Callable[[], CachedAnswer], about: str) -> CachedAnswer:
+        """What `read` returns; its ServerError says which response is wrong."""
         try:
-            return request.read(sent, prompt)
+            return read()
         except ServerError as error:
             raise ServerError(
                 f"{self.server.url}, response{about}: {error}. This output was not stored."

@@ -20,8 +20,9 @@ from distill.teacher.answers import (
     to_answer,
     who_answers,
 )
+from distill.teacher.logged import LocalReader, Log, ServerReader
 from distill.teacher.served import ServedTarget, open_server, served_store, unanswered
-from distill.teacher.store import AnswerSettings, Store, stores_of
+from distill.teacher.store import AnswerSettings, Store, names_of, stores_of
 from eval.decoding.target import Target
 from eval.engines.local_vllm import gpu_arguments, serve_vllm, vllm_python
 from eval.engines.server import Server
@@ -35,18 +36,25 @@ def answering_target(
     recipe: Recipe, pair: Pair, prompts: Prompts, load: Callable[[], Target]
 ) -> AnsweringTarget:
     """The target in this process, in a vLLM of this run, or behind a server."""
+    settings, stores = recipe.answer_settings(pair.target.all_stops), stores_of(recipe.folder)
+    prompted = prompts.held_out.ids + to_answer(
+        prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers
+    )
+    if recipe.answers == "logged":
+        log = Log([prompts.held_out, prompts.training], recipe.answer_temperature, pair.target)
+        if not recipe.served:
+            store = open_store(settings, pair.target, recipe.dtype, stores)
+            return LocalReader(store, settings, load, log)
+        server = open_server(str(recipe.answer_url), recipe.answer_model, settings)
+        store = served_store(server, settings, recipe.folder, log.names(prompted), stores)
+        return ServerReader(store, settings, pair.target, prompted, server, log)
     device, taught = target_device(recipe), recipe.train_on_prompts
     by, why = from_first(who_answers(recipe.answers, device, taught))
     if PartialState().is_main_process:
         print(f"answers: {by}, because {why}")
-    settings = recipe.answer_settings(pair.target.all_stops)
-    prompted = prompts.held_out.ids + to_answer(
-        prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers
-    )
-    stores = stores_of(recipe.folder)
     if by == "server":
         server = open_server(str(recipe.answer_url), recipe.answer_model, settings)
-        store = served_store(server, settings, recipe.folder, prompted, stores)
+        store = served_store(server, settings, recipe.folder, names_of(prompted), stores)
         return ServedTarget(store, settings, pair.target, prompted, server)
     store = open_store(settings, pair.target, recipe.dtype, stores)
     if by == "vllm":
@@ -76,7 +84,7 @@ class StartedVllm(ServedTarget):
 
     def check(self) -> None:
         """Raise EngineMissing if an output is missing and vLLM is not installed."""
-        if unanswered(self.store, self.prompts):
+        if unanswered(self.store, self.names(self.prompts)):
             vllm_python()
 
     def close(self) -> None:

@@ -48,16 +48,20 @@ class CacheError(UserError):
 class AnswerSettings:
     """How the target is prompted for its outputs.
 
-    top_k: log-probabilities stored at each token. batch_size: prompts in a batch.
+    top_k: log-probabilities stored at each token. batch_size: prompts in a batch. logged: whether
+    the outputs are read from logs, so that nothing is generated.
     """
 
     decoding: Decoding
     top_k: int
     batch_size: int
+    logged: bool = False
 
     @property
     def key(self) -> dict[str, Any]:
         """The settings that must be equal for two runs on one model to share outputs."""
+        if self.logged:
+            return {"outputs": "logged", "cache_top_k": self.top_k}
         temperature = self.decoding.sampling.temperature
         key = {
             "answer_temperature": temperature,
@@ -265,10 +269,15 @@ class Store:
 
 
 class Answers(Sequence[CachedAnswer]):
-    """Outputs of a store in a run's order; each is read from disk when it is needed."""
+    """Outputs of a store in a run's order; each is read from disk when it is needed.
 
-    def __init__(self, store: Store, names: Iterable[str]) -> None:
-        self.store, self.names = store, list(names)
+    left_out: the number of logged outputs that are not taught, by reason.
+    """
+
+    def __init__(
+        self, store: Store, names: Iterable[str], left_out: Mapping[str, int] | None = None
+    ) -> None:
+        self.store, self.names, self.left_out = store, list(names), dict(left_out or {})
 
     def __len__(self) -> int:
         return len(self.names)
@@ -281,6 +290,11 @@ class Answers(Sequence[CachedAnswer]):
             top_ids=record["top_ids"].long(),
             top_logprobs=record["top_logprobs"],
         )
+
+    @property
+    def asked(self) -> int:
+        """The number of prompts of these outputs and of those that are left out."""
+        return len(self) + sum(self.left_out.values())
 
     @property
     def response_lengths(self) -> list[int]:

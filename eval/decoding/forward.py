@@ -140,7 +140,7 @@ class Decoder(Protocol):
 def in_pieces(
     decoder: Decoder,
     tokens: Tensor,
-    start: int,
+    start: int | Tensor,
     cache: KVCache,
     last_only: bool = True,
     states: HiddenStates | None = None,
@@ -156,7 +156,7 @@ def in_pieces(
     for piece in tokens.split(PIECE, dim=1):
         piece_states: HiddenStates = dict.fromkeys(read)
         yield decoder.forward(piece, start, plain, last_only, piece_states)
-        start += piece.shape[1]
+        start = start + piece.shape[1]  # not in place: it may be the caller's tensor
         for layer, state in piece_states.items():
             read[layer].append(state)
     if states:

@@ -1,0 +1,277 @@
+"""Logged outputs of the target: it only reads them, and those that are not its own are left out.
+
+One forward pass gives the log-probabilities at every token of an output. Whether the output is the
+target's own is tested by them. At each token, q is the target's distribution at the temperature of
+the output, over the cached tokens and one symbol for all others. For samples of q, the sum of
+log q(x) has the mean minus the sum of the entropies, and the sum of the variances of log q as its
+variance. Greedy outputs are tested at a low temperature, because engines round differently.
+
+Legend: R response tokens, C cached tokens at each, V the target's vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from accelerate import PartialState
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+from align.errors import UserError
+from align.machine import free_memory
+from align.vocabulary import Vocabulary
+from distill.teacher.answers import ANSWERS_PER_SHARD, AnsweringTarget, top_logprobs
+from distill.teacher.served import Request, ServedTarget
+from distill.teacher.store import Answers, AnswerSettings, CachedAnswer, Record, Store, name_of
+from eval.decoding.forward import Decoder, in_pieces
+from eval.decoding.target import Target
+from eval.engines.server import Server
+from eval.prompts import PromptSet
+
+LOWEST = 0.1  # temperature at which greedy outputs are tested
+BELOW = 4.0  # standard deviations below the mean from which an output is of another model
+RARE = 1e-3  # an own output has a token as rare as the rarest one at most this often
+ENDS = 1e-2  # the same for the end of an output
+PLAUSIBLE = 0.02  # probability from which a token may be the one that was emitted
+AHEAD = 16  # tokens whose text is compared with such a token
+READ_ROWS = 4  # outputs that one forward reads
+
+
+class Log:
+    """Logged outputs by their prompts, and the test whether the target can have given them."""
+
+    def __init__(self, logged: Iterable[PromptSet], temperature: float, target: Vocabulary) -> None:
+        """temperature: of outputs whose row has none."""
+        self.target = target
+        self.outputs: dict[tuple[int, ...], list[tuple[list[int], float]]] = {}
+        for prompts in logged:
+            for prompt, ids in zip(prompts.prompts, prompts.ids, strict=True):
+                output = prompt.logged_output
+                assert output is not None
+                said = output["token_ids"], output.get("temperature", temperature)
+                self.outputs.setdefault(tuple(ids), []).append(said)
+        self.by_name: dict[str, tuple[list[int], float]] = {}
+
+    def names(self, prompts: Sequence[list[int]]) -> list[str]:
+        """The names of the outputs in a store: of the text, and of where the output begins.
+
+        A prompt that occurs again has the next one of its outputs.
+        """
+        times: Counter[tuple[int, ...]] = Counter()
+        names = []
+        for prompt in prompts:
+            said = self.outputs[tuple(prompt)][times[tuple(prompt)]]
+            times[tuple(prompt)] += 1
+            names.append(f"{name_of(prompt + said[0])}-{len(prompt)}")
+            self.by_name[names[-1]] = said
+        return names
+
+    def own(self, answers: Answers) -> Answers:
+        """The outputs that the target can have given; prints how many others there are, and why.
+
+        Raises UserError if there are only others.
+        """
+        faults = [
+            self.fault(answer, self.by_name[name][1])
+            for answer, name in zip(answers, answers.names, strict=True)
+        ]
+        kept = [n for n, fault in zip(answers.names, faults, strict=True) if fault is None]
+        left_out = Counter(fault for fault in faults if fault is not None)
+        counts = ", ".join(f"{count} {fault}" for fault, count in left_out.most_common())
+        remedy = (
+            "give the target, the chat template and the temperature with which the outputs were "
+            "generated (answer_temperature, or `temperature` in each row)"
+        )
+        if answers.names and not kept:
+            raise UserError(
+                f"None of {len(faults)} logged outputs is the target's own ({counts}); {remedy}."
+            )
+        if faults and PartialState().is_main_process:
+            used = f"{len(kept)} of {len(faults)} used"
+            print(f"logged outputs: {used}; left out: {counts or 'none'}")
+            if len(kept) < len(faults) / 2:
+                print(f"Warning: more than half of the logged outputs are left out; {remedy}.")
+        return Answers(answers.store, kept, left_out)
+
+    def fault(self, answer: CachedAnswer, temperature: float) -> str | None:
+        """Why the target cannot have given this output at this temperature; None if it can."""
+        tested = test_of(answer, temperature, self.target.vocab_size)
+        ended = int(answer.response_ids[-1]) in self.target.all_stops
+        size = len(answer.response_ids) - ended
+        rare = tested.at_most[:size] * size < RARE
+        if tested.deviation(~rare) < -BELOW:
+            return "of another model or temperature"
+        if rare.any():
+            places = rare.nonzero().flatten().tolist()
+            other = all(self._tokenised_otherwise(answer, tested, place) for place in places)
+            return "tokenised otherwise than emitted" if other else "edited"
+        if ended and tested.at_most[-1] < ENDS:
+            return "cut off"
+        return None
+
+    def _tokenised_otherwise(self, answer: CachedAnswer, tested: Test, place: int) -> bool:
+        """Whether the text from this place may begin with another token than the text's own."""
+        tokens, ids = self.target.tokens, answer.response_ids[place : place + AHEAD].tolist()
+        text = b"".join(token[1] for token in map(tokens.__getitem__, ids) if token is not None)
+        likely = answer.top_ids[place][tested.q[place, :-1] > PLAUSIBLE].tolist()
+        others = (tokens[i] for i in likely if i != ids[0])
+        return any(token is not None and token[1] and text.startswith(token[1]) for token in others)
+
+
+class Test(NamedTuple):
+    """How an output's tokens compare with samples of q.
+
+    q: [R, C + 1], the last for all other tokens. excess: log q(x) and the entropy [R]. variance: of
+    log q [R]. at_most: the probability of a token that is at most as likely as x [R].
+    """
+
+    q: Tensor
+    excess: Tensor
+    variance: Tensor
+    at_most: Tensor
+
+    def deviation(self, chosen: Tensor) -> float:
+        """Standard deviations of the sum of log q(x) from its mean, over the first tokens.
+
+        chosen: which of them count [up to R]. The variance is 1 at least, because rounding moves a
+        sum without variance, too.
+        """
+        excess, variance = (part[: len(chosen)][chosen] for part in (self.excess, self.variance))
+        return float(excess.sum() / (variance.sum().clamp_min(0) + 1).sqrt())
+
+
+def test_of(answer: CachedAnswer, temperature: float, vocab_size: int) -> Test:
+    """The test of an output that was sampled at this temperature."""
+    logp, others = answer.top_logprobs.double(), max(vocab_size - answer.top_ids.shape[1], 1)
+    least = logp[:, -1]
+    # each of the others is at most as likely as the last cached token; fp16 rounds the sum
+    rest = torch.maximum(1 - logp.exp().sum(1), least.exp())
+    log_rest = torch.minimum(rest.log(), least + math.log(others))
+    power = 1 / max(temperature, LOWEST)
+    # the largest sum of p ** power that the others can have
+    if power >= 1:
+        log_rest = log_rest + (power - 1) * least
+    else:
+        log_rest = power * log_rest + (1 - power) * math.log(others)
+    log_q = torch.cat([power * logp, log_rest[:, None]], 1).log_softmax(1)
+    q = log_q.exp()
+    found = answer.top_ids == answer.response_ids[:, None]
+    place = torch.cat([found, ~found.any(1, keepdim=True)], 1).int().argmax(1, keepdim=True)
+    entropy = -(q * log_q).sum(1)
+    at_most = q.flip(1).cumsum(1).flip(1)
+    return Test(
+        q,
+        log_q.gather(1, place)[:, 0] + entropy,
+        (q * log_q**2).sum(1) - entropy**2,
+        at_most.gather(1, place)[:, 0],
+    )
+
+
+class _Reader(AnsweringTarget):
+    """A target that reads the outputs of a log."""
+
+    verb = "read"
+    log: Log
+
+    def names(self, prompts: list[list[int]], taught: bool = False) -> list[str]:
+        return self.log.names(prompts)
+
+    def answers(self, prompts: list[list[int]], taught: bool = False) -> Answers:
+        """The logged outputs for these prompts that the target can have given."""
+        return self.log.own(super().answers(prompts))
+
+
+class LocalReader(_Reader):
+    """A target in this process. load: returns it; called only if an output has not been read."""
+
+    by = "local"
+
+    def __init__(
+        self, store: Store, settings: AnswerSettings, load: Callable[[], Target], log: Log
+    ) -> None:
+        super().__init__(store, settings)
+        self.load, self.log = load, log
+
+    def _make(self, missing: Mapping[str, list[int]], taught: bool) -> None:
+        state = PartialState()
+        # outputs of similar prompts and lengths are read together, because rows are padded
+        names = sorted(missing, key=lambda n: (len(missing[n]) // 64, len(self.log.by_name[n][0])))
+        groups = [names[at : at + READ_ROWS] for at in range(0, len(names), READ_ROWS)]
+        share = groups[state.process_index :: state.num_processes]
+        if not share:
+            return
+        target = self.load()  # before the progress bar begins
+        bar = tqdm(
+            total=sum(map(len, share)),
+            desc="logged outputs",
+            unit="output",
+            file=sys.stderr,
+            disable=not state.is_main_process,
+        )
+        with bar:
+            pending: dict[str, Record] = {}
+            for group in share:
+                texts = [(missing[name], self.log.by_name[name][0]) for name in group]
+                read = read_outputs(target.decoder, texts, self.settings.top_k)
+                packed = (answer.packed(target.vocab_size) for answer in read)
+                pending |= dict(zip(group, packed, strict=True))
+                bar.update(len(group))
+                if len(pending) >= ANSWERS_PER_SHARD or group is share[-1]:
+                    self.store.append(pending, self.by)
+                    free_memory()
+                    pending = {}
+
+
+@torch.inference_mode()
+def read_outputs(
+    decoder: Decoder, texts: Sequence[tuple[list[int], list[int]]], top_k: int
+) -> list[CachedAnswer]:
+    """The outputs of these (prompt, output) pairs, with `top_k` log-probabilities at each token."""
+    heads = [torch.tensor(prompt[:-1], dtype=torch.long) for prompt, _ in texts]
+    # the last token of a prompt predicts the first of its output
+    bodies = [torch.tensor(prompt[-1:] + output[:-1]) for prompt, output in texts]
+    head, body = (pad_sequence(rows, True).to(decoder.device) for rows in (heads, bodies))
+    cache = decoder.new_cache(len(texts), head.shape[1] + body.shape[1])
+    if head.shape[1]:
+        for _ in in_pieces(decoder, head, 0, cache):
+            pass
+    # slots of a head's padding are overwritten before they are read
+    start = torch.tensor([len(row) for row in heads])
+    top: list[list[tuple[Tensor, Tensor]]] = [[] for _ in texts]
+    for logits in in_pieces(decoder, body, start, cache, last_only=False):
+        for row, row_logits in zip(top, logits, strict=True):
+            row.append(top_logprobs(row_logits, top_k))
+    answers = []
+    for (prompt, output), row in zip(texts, top, strict=True):
+        ids, logprobs = (torch.cat(parts)[: len(output)].cpu() for parts in zip(*row, strict=True))
+        said = torch.tensor(prompt), torch.tensor(output)
+        answers.append(CachedAnswer(*said, top_ids=ids, top_logprobs=logprobs))
+    return answers
+
+
+class ServerReader(_Reader, ServedTarget):
+    """A target behind a server, which reads the outputs of a log."""
+
+    def __init__(
+        self,
+        store: Store,
+        settings: AnswerSettings,
+        target: Vocabulary,
+        prompts: list[list[int]],
+        server: Server,
+        log: Log,
+    ) -> None:
+        super().__init__(store, settings, target, prompts, server)
+        self.log = log
+
+    def output(self, name: str, prompt: list[int], request: Request) -> CachedAnswer:
+        said, _ = self.log.by_name[name]
+        about = f" to a logged output of {len(said)} tokens"
+        sent = self.server.ask("/v1/completions", request.body_of_text(prompt + said), about)
+        return self.checked(lambda: request.read_text(sent, prompt, said), about)

@@ -1,0 +1,176 @@
+"""Logged outputs: read, tested, taught."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from align.errors import UserError
+from align.sources import load_model, load_tokenizer, read_json
+from align.vocabulary import read_vocabulary
+from distill.teacher.answers import top_logprobs
+from distill.teacher.logged import Log, read_outputs
+from distill.teacher.store import Answers, Store, name_of
+from distill.train import run
+from eval.decoding.build import build_decoder
+from eval.decoding.generation import generate_batched
+from eval.decoding.loop import Decoding
+from eval.decoding.target import load_target
+from eval.decoding.verification import Sampling
+from eval.prompts import Prompt, PromptSet
+from tests.distill.conftest import WORDS
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }}"
+    "{% if m.role == 'assistant' %}</s>{% endif %} {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+ASKED = [" ".join(WORDS.split()[i : i + 5]) for i in range(14)]
+LONGEST = 40
+
+
+@pytest.fixture(scope="module")
+def chatting(folder, tmp_path_factory):
+    """The folder of the tiny target, with a chat template."""
+    place = tmp_path_factory.mktemp("chatting") / "target"
+    shutil.copytree(folder / "target", place)
+    tokenizer = load_tokenizer(str(place))
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def target(chatting):
+    return load_target(str(chatting), torch.float32, "cpu", 128)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(chatting):
+    return read_vocabulary(str(chatting))
+
+
+def messages_of(text):
+    return [{"role": "user", "content": text}]
+
+
+def given_by(target, prompts, temperature, seed=0):
+    """The target's outputs to these prompts (token ids), in their order."""
+    decoding = Decoding(Sampling(temperature), target.stops, LONGEST)
+    seeds = range(seed, seed + len(prompts))
+    made = generate_batched(target.decoder, prompts, decoding, 4, seeds)
+    return [output.tokens for output in sorted(made, key=lambda output: output.index)]
+
+
+def rendered(target, texts=ASKED):
+    return [
+        target.tokenizer.apply_chat_template(
+            messages_of(text), add_generation_prompt=True, return_dict=False
+        )
+        for text in texts
+    ]
+
+
+@pytest.fixture(scope="module")
+def log(target, tmp_path_factory):
+    """A file of outputs at temperature 1 with their token ids, and these outputs."""
+    prompts = rendered(target)
+    outputs = given_by(target, prompts, 1.0)
+    rows = [
+        {
+            "messages": [
+                *messages_of(text),
+                {"role": "assistant", "content": target.tokenizer.decode(ids)},
+            ],
+            "token_ids": ids,
+            "temperature": 1.0,
+        }
+        for text, ids in zip(ASKED, outputs, strict=True)
+    ]
+    path = tmp_path_factory.mktemp("log") / "log.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path, dict(zip(map(tuple, prompts), outputs, strict=True))
+
+
+def test_a_read_output_has_the_distributions_of_the_target(target):
+    texts = [([3], [4, 5, 6]), ([7, 8, 9], [10]), ([11, 12], [13, 14, 15, 16])]
+    answers = read_outputs(target.decoder, texts, 6)
+    for (prompt, output), answer in zip(texts, answers, strict=True):
+        assert answer.prompt_ids.tolist() == prompt
+        assert answer.response_ids.tolist() == output
+        with torch.no_grad():
+            logits = target.model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        _, logprobs = top_logprobs(logits, 6)
+        torch.testing.assert_close(answer.top_logprobs, logprobs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_run_teaches_logged_outputs_and_generates_none(
+    job, chatting, log, tmp_path, monkeypatch, capsys
+):
+    path, outputs = log
+    monkeypatch.setattr("distill.teacher.answers.generate_batched", None)
+    keys = {"target": str(chatting), "train_prompts": str(path), "answers": "logged"}
+    keys |= {"draft": None, "num_draft_layers": 1, "max_steps": 4, "answer_max_new_tokens": LONGEST}
+    assert run(job(tmp_path / "run", **keys)) == 0
+    used = read_json(tmp_path / "run" / "answers.json")
+    texts = {name_of([*prompt, *ids]) for prompt, ids in outputs.items()}
+    assert {name.partition("-")[0] for name in Store(Path(used["store"]))} <= texts
+    assert used["count"] == 11  # of 14, two are near-duplicates and one is for tuning
+    assert used["left out"] == {}
+    capsys.readouterr()
+    assert run(job(tmp_path / "again", **keys)) == 0
+    assert "0 of 11 read" in capsys.readouterr().out
+
+
+@pytest.fixture
+def tested(target, vocabulary, tmp_path):
+    """Reads outputs as a log has them, and counts faults."""
+
+    def test(prompts, outputs, temperature):
+        logged = [
+            Prompt(
+                str(i), messages=[], logged_output={"token_ids": ids, "temperature": temperature}
+            )
+            for i, ids in enumerate(outputs)
+        ]
+        log = Log([PromptSet("", logged, prompts)], 0.0, vocabulary)
+        store, names = Store(tmp_path / "store", {}), log.names(prompts)
+        texts = list(zip(prompts, outputs, strict=True))
+        read = read_outputs(target.decoder, texts, 100)
+        packed = [answer.packed(target.vocab_size) for answer in read]
+        store.append(dict(zip(names, packed, strict=True)), "local")
+        return log.own(Answers(store, names)).left_out
+
+    return test
+
+
+@pytest.fixture(scope="module")
+def other(target, chatting):
+    """Another model with the same tokens."""
+    model = load_model(str(chatting), torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    return dataclasses.replace(target, model=model, decoder=build_decoder(model, 128))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_outputs_are_used_if_the_target_can_have_given_them(tested, target, other, temperature):
+    prompts = rendered(target)
+    assert not tested(prompts, given_by(target, prompts, temperature), temperature)
+    with pytest.raises(UserError, match="None of 14"):
+        tested(prompts, given_by(other, prompts, temperature), temperature)
+
+
+def test_edited_and_cut_outputs_are_left_out(tested, target):
+    prompts = rendered(target)
+    own = given_by(target, prompts, 0.0)
+    long = [i for i, ids in enumerate(own) if len(ids) == LONGEST]
+    edited = [[*own[i][:20], (own[i][20] + 40) % 299 + 1, *own[i][21:]] for i in long]
+    cut = [[*own[i][:12], *target.stops] for i in long]
+    prompts = [prompts[i] for i in long]
+    whole = [own[i] for i in long]
+    assert tested(prompts * 2, edited + whole, 0.0) == {"edited": len(long)}
+    assert tested(prompts * 2, cut + whole, 0.0) == {"cut off": len(long)}
