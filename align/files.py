@@ -73,6 +73,16 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         partial.rename(path)
 
 
+def atomic_link(path: Path, target: str | Path) -> None:
+    """Make `path` a symbolic link to `target`. An earlier link is replaced in one step.
+
+    Raises UserError if the disk is full.
+    """
+    with _partial_of(path) as partial:
+        partial.symlink_to(target)
+        os.replace(partial, path)
+
+
 @contextmanager
 def locked(path: str | Path) -> Iterator[None]:
     """Hold the lock on `path` among all processes (a file `.NAME.lock` in the same folder).

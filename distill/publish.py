@@ -187,9 +187,7 @@ def publish(
     earlier = place == run / "published" or weights_sha256(str(place)) in weights
     if place.exists() and not earlier and not (place.is_dir() and not any(place.iterdir())):
         raise PublishError(f"{place} exists already: give the name of a new folder, or remove it")
-    with atomic_folder(place) as folder:
-        shutil.copytree(run / "draft", folder, dirs_exist_ok=True)
-        write_card(folder, run, measured, Publication(name, licence, source, unmet))
+    copy_draft(run, place, measured, Publication(name, licence, source, unmet))
     print(f"draft: {place}")
     target = place.with_name(f"{place.name}-target")
     if in_one_file(recipe["target"]) and to is not None and not target.exists():
@@ -198,6 +196,13 @@ def publish(
         print(f"target: {target}")
     if push_to_hub is not None:
         print(f"pushed: {push_folder(place, push_to_hub, public)}")
+
+
+def copy_draft(run: Path, place: Path, reports: Sequence[Report], publication: Publication) -> None:
+    """Copy the run's draft to `place`, with a model card; the folder appears whole."""
+    with atomic_folder(place) as folder:
+        shutil.copytree(run / "draft", folder, dirs_exist_ok=True)
+        write_card(folder, run, reports, publication)
 
 
 def push_folder(folder: Path, repo_id: str, public: bool) -> str:

@@ -4,7 +4,7 @@ import pytest
 
 from align import check, to_gguf
 from align.errors import UserError
-from distill import publish, train
+from distill import adapt, publish, train
 from eval import drift
 from eval import run as evaluate
 
@@ -15,6 +15,7 @@ COMMANDS = {  # the module, what its `main` calls, and arguments
     "run": (evaluate, "_measure", ["--target", "T", "--draft", "D", "--prompts", "P"]),
     "drift": (drift, "read_report", ["R", "--metrics", "M"]),
     "publish": (publish, "publish", ["R"]),
+    "adapt": (adapt, "adapt", [".", "--traffic", "T"]),
 }
 
 

@@ -5,6 +5,7 @@ tests/distill/test_pages.py runs the commands on models of a few kilobytes.
 """
 
 import argparse
+import configparser
 import functools
 import importlib
 import itertools
@@ -18,6 +19,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from ruamel.yaml import YAML
 
+from distill.adapt import NOTHING
 from distill.recipe import build_recipe, load_recipe
 from eval.prompts import load_prompts
 
@@ -253,6 +255,29 @@ def test_troubleshooting_quotes_messages_that_exist():
 # --- what is served
 
 SERVING = ROOT / "docs" / "serving"
+
+
+def test_units_call_the_loop_and_take_its_ordinary_ends():
+    unit = configparser.RawConfigParser(strict=False)
+    unit.optionxform = str
+    assert unit.read(SERVING / "draftsmith-adapt.service")
+    python, *words = shlex.split(unit["Service"]["ExecStart"])
+    assert python.endswith("/bin/python")
+    check_python(words)
+    assert re.compile(words[words.index("--redact") + 1]).search("mail jane@example.org")
+    assert int(unit["Service"]["SuccessExitStatus"]) == NOTHING
+    assert unit.read(SERVING / "draftsmith-adapt.timer")  # of the same name
+    assert unit["Install"]["WantedBy"] == "timers.target"
+
+
+def test_patterns_drop_what_the_page_says():
+    page = (ROOT / "docs" / "adapt.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(.+)` \| `(.+)` \| `(.+)` \|$", page, flags=re.MULTILINE)
+    assert len(rows) == 4
+    for pattern, dropped, kept in rows:
+        found = re.compile(pattern.replace("\\|", "|")).search
+        assert found(dropped)
+        assert not found(kept)
 
 
 def test_manifests_serve_the_pair_that_they_fetch():

@@ -27,11 +27,13 @@ OF_OUTPUT = {"temperature", "finish_reason", "token_ids", "response_format"}
 def read_rows(spec: str) -> Iterator[tuple[int, Row]]:
     """The rows of a file in the documented form, each with the number of its line.
 
-    The two lines of an OpenAI batch with the same `custom_id` are one row. Raises SourceError, and
+    The two lines of an OpenAI batch with the same `custom_id` are one row. A last line that ends
+    within its object is left out, because its writer may be at work. Raises SourceError, and
     PromptError for a line that is no JSON object or has an invalid time.
     """
     batch: dict[str, Row] = {}
-    for number, line in lines_of(spec):
+    lines = lines_of(spec)
+    for number, line in lines:
         try:
             row = from_json(line)
             if not isinstance(row, dict):
@@ -43,6 +45,8 @@ def read_rows(spec: str) -> Iterator[tuple[int, Row]]:
                     continue
             rows = usual_rows(row)
         except ValueError as error:
+            if str(error).startswith("EOF") and number == lines[-1][0]:
+                return
             raise PromptError(
                 f"{spec!r}, line {number}: {error}. Write one JSON object per line, in UTF-8."
             ) from error

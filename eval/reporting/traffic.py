@@ -27,8 +27,8 @@ from eval.reporting.fields import REFERENCE, DraftReport, Report
 FALSE_ALARMS = 0.01 / 3 / (7 * 24)
 MARGIN = 0.10  # of the accepted share at a position; 40 prompts measure the share to +-0.055
 REMEDY = (
-    "The draft no longer fits the traffic: measure on recent prompts (python -m eval.run --run DIR "
-    "--prompts RECENT --output_dir NEW), then train on such prompts."
+    "The draft no longer fits the traffic: train it on logged rows (python -m distill.adapt RUN "
+    "--traffic LOGS, docs/adapt.md)."
 )
 FULL_LENGTH = 0.98  # mean draft length / gamma; drafts near the length limit are shorter
 

@@ -75,6 +75,13 @@ def test_the_lines_of_a_batch_are_joined(written):
     assert rows == {"b": 3, "a": 4}
 
 
+def test_a_row_that_is_being_written_is_left_out(written):
+    torn = json.dumps(DOCUMENTED)[:-9]
+    assert len([*read_rows(written(DOCUMENTED, torn))]) == 1
+    with pytest.raises(PromptError, match="line 1"):
+        [*read_rows(written(torn, DOCUMENTED))]
+
+
 def test_every_turn_of_the_assistant_is_an_output_after_the_turns_before_it():
     system, call = {"role": "system", "content": "s"}, {"role": "assistant", "content": "c"}
     tool = {"role": "tool", "content": "t"}

@@ -1,0 +1,418 @@
+"""From logged traffic to a better draft: train, compare with the served draft, publish if faster.
+
+    python -m distill.adapt outputs/code --traffic logs        train on new rows, publish if faster
+    python -m distill.adapt outputs/code --rollback            serve the earlier draft again
+    python -m distill.adapt outputs/code --delete              delete rows, reports and drafts
+
+Serve `outputs/code/adapt/current`, a link to the published draft (docs/adapt.md). Exit status: 0
+published; 1 refused, because the new draft is faster on new traffic and has a fault; 2 for bad
+input and for a step that failed; 3 nothing to gain: no gain is shown, there are too few new rows,
+or another job runs; 130 interrupted. `current` is unchanged unless the status is 0.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import signal
+import threading
+import time
+from _thread import interrupt_main
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from filelock import FileLock, Timeout
+from scipy.special import stdtrit
+
+from align.errors import UserError
+from align.files import atomic_folder, atomic_link, remove, write_errors_explained, write_json
+from align.sources import read_json
+from distill import train
+from distill.card import Publication, derived_licence, draft_weights
+from distill.publish import check_files, copy_draft, unmet_conditions
+from distill.recipe import Recipe, load_recipe, read_yaml, yaml_text
+from distill.teacher.store import TEACHER
+from distill.traffic import (
+    DAY,
+    Split,
+    read_traffic,
+    rows_of,
+    split,
+    stored_rows,
+    usable,
+    write_rows,
+)
+from eval import run as evaluation
+from eval.decoding.target import weights_sha256
+from eval.measuring.journal import INTERRUPTED
+from eval.prompts import load_prompts
+from eval.reporting.fields import REFERENCE, Report, read_report
+from eval.reporting.traffic import Estimate
+
+PUBLISHED, REFUSED, FAILED, NOTHING = range(4)  # exit statuses
+VERDICTS = ("published", "refused", "failed", "nothing to gain")
+HOME = "adapt"  # the loop's folder in a run's folder
+FIRST = "run"  # name of the run's own draft
+# Share of calls that may publish a draft that is not faster: 1 in 100 series of 20 weekly calls
+FALSE_PUBLICATIONS = 0.01 / 20
+# Share of a speed-up by which a server start may change it (docs/lab-notes.md). Intervals are over
+# prompts and do not cover it.
+SERVER_START = 0.05
+EVALUATED = 200  # most new prompts on which acceptance is measured, unless the recipe has a number
+WATCHED_EVERY = 5.0  # seconds between two measurements of the disk space
+
+
+class DiskCap(AbstractContextManager["DiskCap"]):
+    """Interrupts the block if `folder` becomes larger than `gib` GiB, and then raises UserError."""
+
+    def __init__(self, folder: Path, gib: float) -> None:
+        self.folder, self.gib, self.over = folder, gib, False
+        self.ended = threading.Event()
+        self.watcher = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> DiskCap:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job may ignore it
+        self.watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.watcher.join()
+        if self.over:
+            raise UserError(
+                f"{self.folder} has become larger than {self.gib:g} GiB, so the call was ended. "
+                "Raise --disk_gib, or lower --days, max_train_prompts or save_total_limit."
+            )
+
+    def _watch(self) -> None:
+        while not self.over and not self.ended.wait(WATCHED_EVERY):
+            if size_of(self.folder) > self.gib * 2**30:
+                self.over = True
+                interrupt_main()
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files in the folder; files that another process has just removed count as 0."""
+    sizes = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            try:
+                sizes += os.lstat(os.path.join(place, name)).st_size
+            except FileNotFoundError:
+                continue
+    return sizes
+
+
+def lower_bound(report: Report) -> float:
+    """The speed-up of the new draft minus that of the served one, at least.
+
+    One-sided, at the level FALSE_PUBLICATIONS; behind servers also lower by SERVER_START. Raises
+    NotComparable if the report has too few prompts for an interval.
+    """
+    gain = Estimate.of(report.gain[0].speedup, 0)
+    return gain.mean + float(stdtrit(gain.freedom, FALSE_PUBLICATIONS)) * gain.error - start(report)
+
+
+def start(report: Report) -> float:
+    """What a server start may change in the served draft's speed-up."""
+    if report.engine == REFERENCE:
+        return 0.0
+    return SERVER_START * report.drafts[report.gain[0].over].speedup.mean
+
+
+def judged(recent: Report, earlier: Report, margin: float) -> tuple[int, str]:
+    """The gate: an exit status and its reason.
+
+    recent, earlier: the first `gain` of each is the new draft over the served one, on the newest
+    day of traffic and on the run's evaluation prompts. margin: share of the served draft's speed-up
+    that may be lost on the earlier prompts. Raises NotComparable for too few prompts.
+    """
+    gain, low = recent.gain[0], lower_bound(recent)
+    shown = f"speed-up {gain.speedup:+.2f} on the newest day, at least {low:+.2f}"
+    if low <= 0:
+        return NOTHING, f"no gain is shown: {shown}."
+    for report, prompts in ((recent, "the newest day"), (earlier, "the earlier prompts")):
+        if gain.draft in report.broken:
+            return REFUSED, f"the new draft changes the target's outputs on {prompts}."
+    served = earlier.drafts[earlier.gain[0].over].speedup.mean
+    change = earlier.gain[0].speedup
+    loss = start(earlier) - change.bounds[0]
+    if loss > margin * served:
+        return REFUSED, (
+            f"on the earlier prompts the new draft may lose {loss / served:.0%} of the served "
+            f"draft's speed-up, more than --margin {margin:g} allows ({shown})."
+        )
+    return PUBLISHED, f"{shown}; on the earlier prompts {change:+.2f}."
+
+
+@dataclass
+class State:
+    """What the loop must know at its next call. Times are Unix times.
+
+    until: of the newest row that a finished call has tested on. trained: of the newest row that a
+    draft was trained on, by the draft's name.
+    """
+
+    path: Path
+    until: float = 0.0
+    trained: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> State:
+        return cls(path, **read_json(path)) if path.exists() else cls(path)
+
+    def write(self) -> None:
+        write_json(self.path, {"until": self.until, "trained": self.trained})
+
+
+def when(seconds: float) -> str:
+    """A Unix time in UTC, as it stands in names of folders."""
+    return time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime(seconds))
+
+
+def served_draft(run: Path) -> Path:
+    """The folder of the served draft. The first call makes `current`: the run's own draft.
+
+    The copy has no trimmed-vocabulary checkpoint, because engines load the full-vocabulary one, and
+    a draft that continues from it has no other. Raises PublishError for a run without a draft.
+    """
+    current = run / HOME / "current"
+    if not current.is_symlink():
+        check_files(run)
+        with atomic_folder(run / HOME / "drafts" / FIRST) as folder:
+            trimmed = shutil.ignore_patterns("compact")
+            shutil.copytree(run / "draft", folder, dirs_exist_ok=True, ignore=trimmed)
+        atomic_link(current, f"drafts/{FIRST}")
+    return current.resolve()
+
+
+def tidy(home: Path, oldest: float) -> None:
+    """Delete what a killed call has left, expired reports, and drafts that no link names."""
+    linked = {(home / link).resolve().name for link in ("current", "previous")}
+    drafts = [path for path in home.glob("drafts/*") if path.name not in linked]
+    reports = [path for path in home.glob("reports/*") if path.stat().st_mtime < oldest]
+    for path in (home / "work", *drafts, *reports):
+        remove(path)
+
+
+def adapt(args: argparse.Namespace) -> int:
+    """One call of the loop; the caller holds the lock. Returns an exit status."""
+    home, now = args.run / HOME, time.time()
+    served = served_draft(args.run)
+    tidy(home, now - DAY * args.days)
+    state = State.read(home / "state.json")
+    if state.until > now:
+        raise UserError(
+            f"{state.path} has rows of {when(state.until)}, but the clock of this machine shows "
+            f"{when(now)}. Correct the clock; if the file's time is wrong, delete the file."
+        )
+    rows = select(args, state, served.name, now)
+    if rows.lacking:
+        print(f"{VERDICTS[NOTHING]}: {rows.lacking}")
+        return NOTHING
+    work, name = home / "work", when(now)
+    try:
+        with write_errors_explained(home), DiskCap(home, args.disk_gib):
+            recipe = training_recipe(args, served, rows, work)
+            # texts of users stay in this folder: none is stored in the cache that all runs share
+            (recipe.folder / TEACHER).mkdir(parents=True)
+            train.run(recipe)
+            status, reason = gated(
+                args, recipe, served, home / "reports" / name, home / "drafts" / name
+            )
+    finally:
+        remove(work)
+    state.until = rows.newest
+    if status == PUBLISHED:
+        state.trained[name] = rows.trained
+    state.write()  # before the links: a killed call must not test on these rows again
+    if status == PUBLISHED:
+        atomic_link(home / "previous", os.readlink(home / "current"))
+        atomic_link(home / "current", f"drafts/{name}")
+    print(f"{VERDICTS[status]}: {reason}")
+    return status
+
+
+def select(args: argparse.Namespace, state: State, served: str, now: float) -> Split:
+    """The rows of this call. The rows of the last days are kept in `rows.jsonl`."""
+    path = args.run / HOME / "rows.jsonl"
+    rows = stored_rows(path)
+    last = rows[0]["time"] if rows else 0.0
+    rows += [row for row in read_traffic(args.traffic) if row["time"] > last]
+    evaluated = load_prompts(str(args.run / "prompts" / "eval.jsonl"))
+    limit = read_yaml(args.run / "recipe.yaml")["max_train_prompts"]
+    kept = usable(rows, evaluated, now, args.days, args.redact, limit)
+    write_rows(path, kept)
+    trained = state.trained.get(served, 0.0)
+    return split(kept, rows_of(args.run), state.until, trained, args.old_share)
+
+
+def training_recipe(args: argparse.Namespace, served: Path, rows: Split, work: Path) -> Recipe:
+    """The recipe of the run in `work` that continues from the served draft on the rows."""
+    values = read_yaml(args.run / "recipe.yaml")
+    if values["draft"] is None:
+        values.pop("learning_rate", None)  # it was for new weights and would destroy trained ones
+    write_rows(work / "train.jsonl", rows.train)
+    write_rows(work / "test.jsonl", rows.test)
+    values |= {
+        "output_dir": str(work / "run"),
+        "draft": str(served),
+        "drafter": None,
+        "draft_vocab_size": None,
+        "strategy": "auto",
+        "answers": "logged",
+        "answers_per_prompt": 1,
+        "answer_temperature": values["temperature"],  # of rows without one
+        "train_on_prompts": False,
+        "speculative_url": None,
+        "train_prompts": str(work / "train.jsonl"),
+        "eval_prompts": str(work / "test.jsonl"),
+        "max_train_prompts": len(rows.train),
+        "max_eval_prompts": values["max_eval_prompts"] or EVALUATED,
+        "long_prompts": "drop",
+    }
+    path = work / "recipe.yaml"
+    path.write_text(yaml_text(values), encoding="utf-8")
+    recipe = load_recipe(["--recipe", str(path), *args.train])
+    if recipe.served and not args.gate:
+        raise UserError(
+            f"The target is behind {recipe.answer_url}, so the drafts cannot be compared in the "
+            'reference decoder. Name an engine, as --gate "--engine vllm --gamma 4".'
+        )
+    return recipe
+
+
+def gated(
+    args: argparse.Namespace, recipe: Recipe, served: Path, reports: Path, place: Path
+) -> tuple[int, str]:
+    """Compare the run's draft with the served one; copy it to `place` if it passes the gate.
+
+    Returns an exit status and its reason. `reports` gets the reports of both sets of prompts. The
+    run has measured the newest day in the reference decoder; --gate measures it in an engine.
+    Raises UserError if a measurement fails.
+    """
+    run = recipe.folder
+    if weights_sha256(str(served)) in draft_weights(run):
+        return NOTHING, "training did not improve the draft on held-out prompts."
+    drafts = ["--draft", f"untuned={served}", "--draft", f"tuned={run / 'draft'}"]
+    options = ["--run", str(run), *drafts, "--speed_prompts", str(recipe.speed_prompts)]
+    if recipe.gamma is not None:
+        options += ["--gamma", str(recipe.gamma)]
+    if args.gate:
+        recent = measured([*options, *args.gate], reports / "recent")
+    else:
+        shutil.copytree(run / "report", reports / "recent" / "report")
+        recent = read_report(run / "report" / "report.json")
+    prompts = ["--prompts", str(args.run / "prompts" / "eval.jsonl")]
+    earlier = measured([*options, *args.gate, *prompts], reports / "earlier")
+    status, reason = judged(recent, earlier, args.margin)
+    if status != PUBLISHED:
+        return status, reason
+    # the draft stays on this machine, so a licence that is not known is no obstacle
+    original = read_yaml(args.run / "recipe.yaml")
+    licence, source = derived_licence([original["target"], *filter(None, [original["draft"]])])
+    about = Publication(place.name, licence or "other", source)
+    if unmet := unmet_conditions(run, [recent], draft_weights(run), about.licence, source):
+        return REFUSED, unmet[0]
+    check_files(run)
+    copy_draft(run, place, [recent], about)
+    return PUBLISHED, reason
+
+
+def measured(options: list[str], folder: Path) -> Report:
+    """The report of eval.run with these options, in `folder`. Raises UserError if it fails."""
+    command = [*options, "--output_dir", str(folder)]
+    status = evaluation.main(command)
+    if status == INTERRUPTED:
+        raise KeyboardInterrupt
+    if status:
+        raise UserError(
+            f"python -m eval.run {shlex.join(command)} ended with status {status}, so the drafts "
+            "cannot be compared; its message above has the cause."
+        )
+    return read_report(folder / "report" / "report.json")
+
+
+def rollback(home: Path) -> None:
+    """Make `current` the draft that was served before. Raises UserError if there is none."""
+    links = (home / "previous", home / "current")
+    names = [os.readlink(link) for link in links if link.is_symlink()]
+    if len(set(names)) < 2:
+        raise UserError(
+            f"{home} has no earlier draft to serve; only a call that publishes a draft keeps one."
+        )
+    atomic_link(home / "current", names[0])
+    print(f"served again: {names[0]}; restart the servers, which keep the draft in memory")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    about = __doc__.split("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m distill.adapt", description=about)
+    add, task = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
+    add("run", type=Path, metavar="RUN", help="output folder of a finished training run")
+    rows = "logged rows (docs/adapt.md): a .jsonl or .jsonl.gz file, or a folder of them"
+    task.add_argument("--traffic", type=Path, metavar="PATH", help=rows)
+    earlier = "serve the draft again that was served before the last publication"
+    task.add_argument("--rollback", action="store_true", help=earlier)
+    everything = "delete all that this command has stored: rows, reports and drafts"
+    task.add_argument("--delete", action="store_true", help=everything)
+    hit = "regular expression; rows in which it is found are dropped; repeatable"
+    add("--redact", type=_pattern, action="append", default=[], metavar="REGEX", help=hit)
+    add("--days", type=float, default=30, help="rows and reports are kept that long (%(default)s)")
+    share = "share of rows that earlier drafts were trained on, against forgetting (%(default)s)"
+    add("--old_share", type=float, default=0.3, help=share)
+    loss = "share of the speed-up on the run's prompts that may be lost (%(default)s)"
+    add("--margin", type=float, default=0.1, help=loss)
+    add("--disk_gib", type=float, default=50, help="most GiB of RUN/adapt (%(default)s)")
+    keys = 'recipe keys of the training, as "--minutes 15 --learning_rate 1e-4"'
+    add("--train", type=shlex.split, default=[], metavar="ARGS", help=keys)
+    options = 'options of eval.run for the gate, as "--engine vllm --gamma 4"'
+    add("--gate", type=shlex.split, default=[], metavar="ARGS", help=options)
+    args = parser.parse_args(argv)
+    if not 0 <= args.old_share < 1:
+        parser.error(f"--old_share is {args.old_share}; give a share below 1")
+    if not args.run.is_dir():
+        parser.error(f"{args.run} is not a folder; give the output folder of a finished run")
+    return args
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression ({error})") from None
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    try:
+        with FileLock(args.run / ".adapt.lock", blocking=False):
+            if args.traffic is not None:
+                return adapt(args)
+            if args.rollback:
+                rollback(args.run / HOME)
+            else:
+                remove(args.run / HOME)
+            return PUBLISHED
+    except Timeout:
+        print(f"nothing to gain: another call works on {args.run}", file=sys.stderr)
+        return NOTHING
+    except (UserError, PermissionError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,549 @@
+"""The loop from traffic to a draft publishes what has passed its gate, and nothing else, ever."""
+
+import errno
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from align.sources import cache_folder, load_model, load_tokenizer
+from distill import adapt as module
+from distill.adapt import FAILED, NOTHING, PUBLISHED, REFUSED, judged, main
+from distill.recipe import build_recipe, dump
+from distill.traffic import DAY, Split, split, usable
+from eval.decoding.target import weights_sha256
+from eval.measuring.runs import REFERENCE_ONLY
+from eval.prompts import Prompt
+from eval.reporting.build import build_report
+from eval.reporting.files import write_report
+from eval.reporting.traffic import NotComparable
+from tests.conftest import made_up_measurement, made_up_run
+from tests.distill.conftest import WORDS as SPOKEN
+from tests.distill.teacher.test_logged import TEMPLATE
+
+# --- The gate
+
+PLAIN, BETTER, WORSE = 0.0, 0.25, -0.25  # gains in acceptance
+
+
+@pytest.fixture(scope="module")
+def compared(run_info):
+    """Makes the report of a served and a new draft: compared(rng, gain in acceptance, …)."""
+
+    def runs(rng, alpha, prompts):
+        """The logs of one draft. alpha: of each prompt; a draft's acceptance varies around it."""
+        for i in range(prompts):
+            share = min(max(alpha[i] + rng.gauss(0, 0.05), 0.02), 0.98)
+            run = made_up_run(rng, str(i), share, 3, blocks=rng.randrange(12, 32))
+            noise = rng.lognormvariate(0, 0.03)
+            yield replace(run, block_seconds=[seconds * noise for seconds in run.block_seconds])
+
+    def report(rng, gain, prompts=40, engine="torch", mismatch=False):
+        plain = [made_up_run(rng, str(i), 0, 0, blocks=30) for i in range(prompts)]
+        alpha = [rng.gauss(0.55, 0.12) for _ in range(prompts)]
+        bad = {"prompt": "0", "position": 3, "target": "a", "drafted": "b", "tie": False}
+        divergences = [bad | {"gap": 1.0, "error": 0.01}] * mismatch
+        fields = {"baseline": plain, "agreement": None, "costs": None, "missing": REFERENCE_ONLY}
+        fields["lossless"] = {"prompts": prompts, "divergences": divergences}
+        drafts = [
+            made_up_measurement(name, 0.5, runs=[*runs(rng, shares, prompts)], **fields)
+            for name, shares in (("untuned", alpha), ("tuned", [a + gain for a in alpha]))
+        ]
+        return build_report(replace(run_info, engine=engine), drafts)
+
+    return report
+
+
+@pytest.mark.parametrize(
+    ("recent", "earlier", "engine", "status"),
+    [
+        (PLAIN, PLAIN, "torch", NOTHING),  # the traffic has not moved
+        (WORSE, WORSE, "torch", NOTHING),
+        (WORSE, BETTER, "torch", NOTHING),
+        (BETTER, WORSE, "torch", REFUSED),
+        (BETTER, BETTER, "vllm", PUBLISHED),
+    ],
+)
+def test_twenty_weeks(compared, recent, earlier, engine, status):
+    """Only a draft that is faster on the newest day and not worse on earlier prompts passes."""
+    rng = random.Random(2)  # with the 95% interval, 2 of the first 20 weeks would pass
+    weeks = [
+        judged(compared(rng, recent, engine=engine), compared(rng, earlier, engine=engine), 0.1)
+        for _ in range(20)
+    ]
+    assert {verdict for verdict, _ in weeks} == {status}
+
+
+def test_what_a_server_start_changes_is_no_gain(compared):
+    """In vLLM one draft under two names differed by 4% of its speed-up (docs/lab-notes.md)."""
+    report = compared(random.Random(1), PLAIN)
+    served, gain = report.drafts["untuned"].speedup.mean, report.gain[0].speedup
+    gain.mean, gain.ci95 = 0.04 * served, (0.039 * served, 0.041 * served)
+    assert judged(report, report, 0.1)[0] == PUBLISHED
+    report.engine = "vllm"
+    assert judged(report, report, 0.1)[0] == NOTHING
+
+
+def test_a_draft_that_changes_outputs_is_refused(compared):
+    rng = random.Random(1)
+    good, bad = compared(rng, BETTER), compared(rng, BETTER, mismatch=True)
+    verdicts = [judged(*pair, 0.1)[0] for pair in ((good, good), (bad, good), (good, bad))]
+    assert verdicts == [PUBLISHED, REFUSED, REFUSED]
+
+
+def test_too_few_prompts_publish_nothing(compared):
+    rng = random.Random(1)
+    few, many = compared(rng, BETTER, prompts=9), compared(rng, BETTER)
+    with pytest.raises(NotComparable):
+        judged(few, many, 0.1)
+    assert judged(many, few, 0.1)[0] == REFUSED  # without an interval any loss is possible
+
+
+# --- The rows
+
+WORDS = [f"word{i}" for i in range(500)]
+SECRET = "please send the numbers of the last quarter to jane@example.org before noon"
+EVALUATED = "write a function that counts the vowels in each line of a long text file"
+
+
+def row(day, text=None, consent=True):
+    """A row of that many days after the beginning of time."""
+    text = text or " ".join(random.Random(day).choices(WORDS, k=12))
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "Done."}]
+    return {"time": day * DAY, "messages": turns, "consent": consent}
+
+
+def kept(*rows, limit=100):
+    """The days of the rows that are kept on day 100."""
+    redact = [re.compile(r"[\w.]+@[\w.]+")]
+    evaluated = [Prompt("0", EVALUATED)]
+    return [r["time"] / DAY for r in usable(rows, evaluated, 100 * DAY, 30, redact, limit)]
+
+
+@pytest.mark.parametrize(
+    "dropped",
+    [
+        row(100.5),  # its clock is ahead
+        row(69.9),
+        row(98, consent=False),
+        row(98, consent="no"),
+        row(98, SECRET),
+        row(98, f"{row(99)['messages'][0]['content']} again"),
+        row(98, EVALUATED),
+        row(98) | {"messages": [{"role": "user", "image": "cat.png"}]},
+    ],
+    ids="future old consent no-consent redacted repeated evaluated not-readable".split(),
+)
+def test_rows_that_are_not_kept(dropped):
+    assert kept(row(97), dropped, row(99.5), row(99)) == [99.5, 99, 97]
+
+
+def test_the_newest_rows_are_kept_of_the_newest_day_and_of_the_days_before():
+    days = [99.9, 99.8, 99.7, 98.5, 98.4, 98.3]
+    assert kept(*map(row, days), limit=2) == [99.9, 99.8, 98.5, 98.4]
+
+
+def parts(since, trained, old_share=0.5, run_rows=20):
+    """The days of the rows to train and to test on, of two rows an hour from day 90 to day 100."""
+    rows = [row(100 - i / 48) for i in range(480)]
+    cut = split(rows, [row(0)] * run_rows, since * DAY, trained * DAY, old_share)
+    train, test = (sorted(r["time"] / DAY for r in rows) for rows in (cut.train, cut.test))
+    return train, test, cut
+
+
+def test_the_newest_day_is_tested_and_only_earlier_rows_are_trained_on():
+    train, test, cut = parts(since=95, trained=95)
+    assert len(test) == 48
+    assert min(test) > 99 == max(train)
+    assert (cut.newest, cut.trained) == (100 * DAY, 99 * DAY)
+    assert sum(day > 95 for day in train) == sum(day <= 95 for day in train) == 192
+    assert 0.0 in train  # a row of the run
+
+
+def test_a_day_is_tested_once():
+    """The rows of a test that ended in nothing train the next draft, and are not tested again."""
+    train, test, _ = parts(since=99.5, trained=97)
+    assert min(test) > 99.5 == max(train)
+    assert not parts(since=99.9, trained=97)[1]
+
+
+def test_a_rolled_back_draft_s_rows_are_new_again():
+    train, _, _ = parts(since=99, trained=0, run_rows=0)
+    assert len(train) == 432
+
+
+def test_a_share_of_zero_is_no_old_row():
+    assert min(parts(since=99, trained=98, old_share=0)[0]) > 98
+
+
+@pytest.mark.parametrize(("since", "trained"), [(99.85, 95), (95, 98.85)])
+def test_too_few_rows_of_a_part(since, trained):
+    train, test, cut = parts(since, trained)
+    assert not train
+    assert not test
+    assert cut.lacking
+
+
+def test_no_row_at_all():
+    assert split([], [row(0)], 5 * DAY, 0, 0.3).lacking
+
+
+# --- The loop, with a training and a measurement that cost nothing
+
+
+class Loop:
+    """A run, and calls of its loop. gains: in acceptance, of the next drafts."""
+
+    def __init__(self, run, reports):
+        self.run, self.home, self.reports = run, run / "adapt", reports
+        self.gains = BETTER, PLAIN
+        self.now = 1_800_000_000.0
+        self.made = 0  # drafts
+
+    def call(self, *more):
+        self.now += 7 * DAY
+        return main([str(self.run), "--traffic", "unread", *map(str, more)])
+
+    def train(self, recipe):
+        """What a training run leaves."""
+        self.made += 1
+        draft = recipe.folder / "draft"
+        made_draft(draft, self.made)
+        (recipe.folder / "recipe.yaml").write_text(dump(recipe))
+        (recipe.folder / "provenance.json").write_text("{}")
+        self.report(recipe.folder, self.gains[0], weights_sha256(str(draft)))
+
+    def evaluate(self, options):
+        folder = Path(options[options.index("--output_dir") + 1])
+        self.report(folder, self.gains[1], None)
+        return 0
+
+    def report(self, folder, gain, sha256):
+        shutil.copytree(self.reports[gain], folder / "report")
+        path = folder / "report" / "report.json"
+        values = json.loads(path.read_text())
+        values["drafts"]["tuned"]["sha256"] = sha256
+        path.write_text(json.dumps(values))
+
+    @property
+    def served(self):
+        """The number of the served draft; the run's own is 0. Its files are whole."""
+        folder = (self.home / "current").resolve(strict=True)
+        assert sorted(path.name for path in folder.iterdir() if path.name != "README.md") == FILES
+        return int(load_file(folder / "model.safetensors")["weight"][0])
+
+
+FILES = ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+def made_draft(folder, number):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "tokenizer.json").write_text("{}")
+    save_file({"weight": torch.full((64,), float(number))}, folder / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def reports(compared, tmp_path_factory):
+    """A report of each gain."""
+    folders = {gain: tmp_path_factory.mktemp("report") for gain in (PLAIN, BETTER, WORSE)}
+    for gain, folder in folders.items():
+        write_report(folder, compared(random.Random(1), gain))
+    return folders
+
+
+@pytest.fixture
+def loop(tmp_path, monkeypatch, reports):
+    run = tmp_path / "code"
+    made_draft(run / "draft", 0)
+    made_draft(run / "draft" / "compact", 0)
+    recipe = {"target": "org/target-135m", "train_prompts": "a", "eval_prompts": "b"}
+    (run / "recipe.yaml").write_text(dump(build_recipe(recipe)))
+    (run / "provenance.json").write_text("{}")
+    made = Loop(run, reports)
+
+    def rows(args, state, served, now):
+        assert state.until < now
+        return Split([row(0)], [row(1)], now - DAY, now - 2 * DAY)
+
+    monkeypatch.setattr(module, "select", rows)
+    monkeypatch.setattr(module, "write_rows", lambda path, rows: path.parent.mkdir(exist_ok=True))
+    monkeypatch.setattr(module.train, "run", made.train)
+    monkeypatch.setattr(module.evaluation, "main", made.evaluate)
+    monkeypatch.setattr(module.time, "time", lambda: made.now)
+    monkeypatch.setattr(module, "derived_licence", lambda specs: (None, "nobody says"))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("gains", "status"),
+    [
+        ((BETTER, PLAIN), PUBLISHED),
+        ((PLAIN, BETTER), NOTHING),
+        ((WORSE, BETTER), NOTHING),
+        ((BETTER, WORSE), REFUSED),
+    ],
+)
+def test_what_passes_the_gate_is_served(loop, gains, status, capsys):
+    loop.gains = gains
+    assert loop.call() == status
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{module.VERDICTS[status]}: ")
+    assert loop.served == (status == PUBLISHED)
+    state = module.State.read(loop.home / "state.json")
+    assert state.until == loop.now - DAY
+    assert list(state.trained.values()) == [loop.now - 2 * DAY] * (status == PUBLISHED)
+    assert not (loop.home / "work").exists()
+    (name,) = (loop.home / "reports").iterdir()
+    assert sorted(part.name for part in name.iterdir()) == ["earlier", "recent"]
+
+
+def test_the_draft_before_the_last_is_served_again(loop):
+    assert main([str(loop.run), "--rollback"]) == FAILED  # there is none
+    assert [loop.call(), loop.call(), loop.served] == [PUBLISHED, PUBLISHED, 2]
+    assert main([str(loop.run), "--rollback"]) == PUBLISHED
+    assert loop.served == 1
+    assert main([str(loop.run), "--rollback"]) == FAILED
+    loop.gains = PLAIN, PLAIN
+    assert loop.call() == NOTHING
+    assert loop.served == 1
+    assert len([*(loop.home / "drafts").iterdir()]) == 1  # what no link names is deleted
+
+
+def test_two_drafts_and_the_reports_of_the_last_days_are_kept(loop):
+    for _ in range(4):
+        assert loop.call("--days", 20) == PUBLISHED
+        for report in (loop.home / "reports").iterdir():
+            written = time.mktime(time.strptime(report.name, "%Y-%m-%dT%H-%M-%SZ")) - time.timezone
+            os.utime(report, (written, written))
+    loop.gains = PLAIN, PLAIN
+    assert loop.call("--days", 20) == NOTHING
+    assert len([*(loop.home / "drafts").iterdir()]) == 2
+    assert len([*(loop.home / "reports").iterdir()]) == 3
+
+
+def test_all_is_deleted(loop):
+    assert loop.call() == PUBLISHED
+    assert main([str(loop.run), "--delete"]) == PUBLISHED
+    assert not loop.home.exists()
+    assert loop.call() == PUBLISHED  # a new beginning, from the run's draft
+
+
+def test_a_second_job_does_nothing(loop, monkeypatch):
+    second = []
+    train = loop.train
+    monkeypatch.setattr(module.train, "run", lambda r: second.append(loop.call()) or train(r))
+    assert loop.call() == PUBLISHED
+    assert (second, loop.made) == ([NOTHING], 1)
+
+
+def test_a_clock_that_went_back_is_told(loop, capsys):
+    assert loop.call() == PUBLISHED
+    loop.now -= 30 * DAY
+    assert loop.call() == FAILED
+    assert module.when(loop.now) in capsys.readouterr().err
+    assert loop.served == 1
+    loop.now += 30 * DAY
+    assert loop.call() == PUBLISHED
+
+
+def test_training_that_improved_nothing_is_not_measured(loop, monkeypatch):
+    monkeypatch.setattr(module.evaluation, "main", None)
+    loop.made = -1  # the next draft is the run's own
+    assert loop.call() == NOTHING
+
+
+@pytest.mark.parametrize(("status", "ends"), [(2, FAILED), (130, 130), (1, FAILED)])
+def test_a_measurement_that_fails_publishes_nothing(loop, monkeypatch, status, ends):
+    monkeypatch.setattr(module.evaluation, "main", lambda options: status)
+    assert loop.call() == ends
+    assert (loop.served, module.State.read(loop.home / "state.json").until) == (0, 0)
+    assert not (loop.home / "work").exists()
+
+
+def test_the_gate_s_options_measure_both_parts(loop, monkeypatch):
+    asked = []
+    monkeypatch.setattr(module.evaluation, "main", lambda options: asked.append(options) or 2)
+    assert loop.call("--gate", "--engine vllm --gamma 4") == FAILED
+    (options,) = asked
+    assert options[-6:-2] == ["--engine", "vllm", "--gamma", "4"]
+    assert options[-1].endswith("recent")
+
+
+def test_the_disk_that_may_be_used(loop, monkeypatch, capsys):
+    monkeypatch.setattr(module, "WATCHED_EVERY", 0.01)
+
+    def never_ends(recipe):
+        (recipe.folder / "large").write_bytes(bytes(2**20))
+        while True:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(module.train, "run", never_ends)
+    assert loop.call("--disk_gib", 2**-11) == FAILED
+    assert "GiB" in capsys.readouterr().err
+    assert not (loop.home / "work").exists()
+    assert loop.served == 0
+
+
+# --- Faults at every step
+
+
+ADDING = ("mkdir", "symlink", "rename", "replace")  # that a full disk may refuse
+
+
+class Faults:
+    """Ends the process, or fills the disk, at a step that changes a name."""
+
+    def __init__(self, patch, at=0, fault=None):
+        self.steps, self.at, self.fault = 0, at, fault
+        for name in ADDING:
+            patch.setattr(os, name, self.counted(getattr(os, name)))
+
+    def counted(self, step):
+        def work(*given, **more):
+            self.steps += 1
+            if self.steps == self.at:
+                self.fault()
+            return step(*given, **more)
+
+        return work
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fill():
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture
+def again(loop, tmp_path):
+    """Makes a loop that has published two drafts what it was then, in the folder and the clock."""
+    assert [loop.call(), loop.call(), loop.served] == [PUBLISHED, PUBLISHED, 2]
+    (loop.home / "work" / "run").mkdir(parents=True)  # of a killed call
+    shutil.copytree(loop.home, tmp_path / "then", symlinks=True)
+    now = loop.now
+
+    def restore():
+        shutil.rmtree(loop.home)
+        shutil.copytree(tmp_path / "then", loop.home, symlinks=True)
+        loop.now, loop.made = now, 2
+
+    return restore
+
+
+def steps_of(loop):
+    """The numbers of the steps of a call."""
+    with pytest.MonkeyPatch.context() as patch:
+        faults = Faults(patch)
+        assert loop.call() == PUBLISHED
+    assert faults.steps > 20
+    return range(1, faults.steps + 1)
+
+
+def test_a_call_that_is_killed_at_any_step(loop, again):
+    """The earlier draft or the new one is served, whole, and the next call ends as ever."""
+    fork = multiprocessing.get_context("fork")
+
+    def call(step):
+        torch.set_num_threads(1)  # a fork has none of its parent's threads
+        with pytest.MonkeyPatch.context() as patch:
+            Faults(patch, step, die)
+            loop.call()
+
+    for step in steps_of(loop):
+        again()
+        process = fork.Process(target=call, args=[step])
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        assert loop.served in (2, 3)
+        if step % 6 == 0:
+            loop.made += 1
+            assert loop.call() == PUBLISHED
+            left = sorted(path.name for path in loop.home.iterdir())
+            assert left == ["current", "drafts", "previous", "reports", "state.json"]
+
+
+def test_a_full_disk_at_any_step(loop, again, monkeypatch, capsys):
+    failed = 0
+    for step in steps_of(loop):
+        again()
+        with monkeypatch.context() as patch:
+            Faults(patch, step, fill)
+            status = loop.call()
+        assert loop.served == {PUBLISHED: 3, FAILED: 2}[status]  # published: a folder was there
+        assert ("disk is full" in capsys.readouterr().err) == (status == FAILED)
+        failed += status == FAILED
+    assert failed > 20
+
+
+# --- The whole of it, with models of a few kilobytes
+
+SENTENCES = [" ".join(random.Random(i).sample(SPOKEN.split(), 9)) for i in range(80)]
+
+
+def conversations(target, texts, start, per_day):
+    """Logged rows: the target's greedy outputs, so many a day from that day on."""
+    model, tokenizer = load_model(str(target), torch.float32), load_tokenizer(str(target))
+    for i, text in enumerate(texts):
+        turns = [{"role": "user", "content": text}]
+        ids = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_tensors="pt", return_dict=False
+        )
+        output = model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
+        said = tokenizer.decode(output, skip_special_tokens=True)
+        turns.append({"role": "assistant", "content": said})
+        at = (start + i / per_day) * DAY
+        yield {"messages": turns, "token_ids": output.tolist(), "temperature": 0.0, "time": at}
+
+
+def test_a_draft_is_trained_on_traffic_and_published(job, folder, tmp_path, monkeypatch, capsys):
+    target = tmp_path / "target"
+    shutil.copytree(folder / "target", target)
+    tokenizer = load_tokenizer(str(target))
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(target)
+    for name, texts in (("train", SENTENCES[:20]), ("eval", SENTENCES[20:32])):
+        turns = [[{"role": "user", "content": text}] for text in texts]
+        lines = [json.dumps({"messages": turn}) + "\n" for turn in turns]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    keys = {"target": str(target), "draft": None, "num_draft_layers": 1, "draft_vocab_size": 280}
+    keys |= {f"{name}_prompts": str(tmp_path / f"{name}.jsonl") for name in ("train", "eval")}
+    keys |= {"max_steps": 1, "gamma": 2, "speed_prompts": 12, "max_new_tokens": 8}
+    run = tmp_path / "run"
+    assert module.train.run(job(run, **keys)) == 0
+    cached = sorted(cache_folder().rglob("*"))
+    (tmp_path / "logs").mkdir()
+    logged = conversations(target, SENTENCES[32:], 100, 16)
+    (tmp_path / "logs" / "monday.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in logged)
+    )
+    monkeypatch.setattr(module.time, "time", lambda: 103.5 * DAY)
+    call = [str(run), "--traffic", str(tmp_path / "logs")]
+    call += ["--train", "--learning_rate 1e-2 --max_steps 150"]
+    with monkeypatch.context() as patch:  # times of so small models are noise
+        seen = []
+        patch.setattr(module, "judged", lambda *given: seen.append(given) or (PUBLISHED, "Why."))
+        assert main(call) == PUBLISHED, capsys.readouterr().err
+    (recent, earlier, margin) = seen[0]
+    assert margin == 0.1
+    assert recent.gain[0].alpha.bounds[0] > 0
+    assert (recent.prompts.n, earlier.prompts.n) == (16, 12)
+    served = run / "adapt" / "current"
+    assert recent.drafts["tuned"].sha256 == weights_sha256(str(served))
+    assert (served / "README.md").exists()
+    assert not (run / "adapt" / "work").exists()
+    assert sorted(cache_folder().rglob("*")) == cached
+    assert main(call) == NOTHING  # no new row
+    assert "old ones" in capsys.readouterr().out
