@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 
@@ -411,12 +412,11 @@ def _converted(spec: str, file: Path) -> Path:
 
     def fill(folder: Path) -> None:
         import torch
-        from gguf import GGUFReader
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
         print(f"Converting {file.name} to safetensors, once …", file=sys.stderr)
         try:
-            reader = GGUFReader(file)
+            reader = gguf_reader(file)
             parts = reader.fields.get("split.count")
             if parts is not None and parts.contents() > 1:
                 raise SourceError(
@@ -424,7 +424,11 @@ def _converted(spec: str, file: Path) -> Path:
                     "be read; join them with `llama-gguf-split --merge` and name that file."
                 )
             # in an empty folder, because a tokenizer beside the file would be read
-            with tempfile.TemporaryDirectory() as alone:
+            with (
+                tempfile.TemporaryDirectory() as alone,
+                # transformers would parse the file three times more
+                mock.patch("gguf.GGUFReader", return_value=reader),
+            ):
                 (Path(alone) / "model.gguf").symlink_to(file.absolute())
                 where: dict[str, Any] = {"gguf_file": "model.gguf", "local_files_only": True}
                 auto: Any = AutoModelForCausalLM  # as in load_model
@@ -525,14 +529,26 @@ def llama3_factors(config: Any) -> np.ndarray[Any, Any]:
     return (plain / scaled.numpy()).astype(np.float32)
 
 
+def gguf_reader(file: Path) -> GGUFReader:
+    """The reader of a GGUF file, made once, because parsing a large vocabulary takes seconds."""
+    return _gguf_reader(file, file.stat().st_mtime_ns)
+
+
+@functools.cache
+def _gguf_reader(file: Path, changed: int) -> GGUFReader:
+    from gguf import GGUFReader
+
+    return GGUFReader(file)
+
+
 def gguf_kind(spec: str) -> str | None:
     """The quantisation that a GGUF file declares (Q4_0, BF16, …); None if no file has this name."""
     path = resolve_file(spec) if spec.startswith(_WHEEL) else Path(spec).expanduser()
     if not path.is_file():
         return None
-    from gguf import GGUFReader, LlamaFileType
+    from gguf import LlamaFileType
 
-    field = GGUFReader(path).fields.get("general.file_type")
+    field = gguf_reader(path).fields.get("general.file_type")
     if field is None:
         return "GGUF of a kind that it does not name"
     return LlamaFileType(field.contents()).name.removeprefix("MOSTLY_").removeprefix("ALL_")

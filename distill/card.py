@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gguf import GGUFReader
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 
 from align.files import atomic_file
-from align.sources import abridged, read_json, resolve_file
+from align.sources import abridged, gguf_reader, read_json, resolve_file
 from distill.recipe import build_recipe, read_yaml
 from eval.decoding.target import weights_sha256
 from eval.engines.local_vllm import speculation
@@ -222,7 +221,7 @@ def _stated_licence(spec: str) -> str | None:
     """The licence in a checkpoint's card or a GGUF file's metadata; None where there is none."""
     path = Path(spec).expanduser()
     if in_one_file(spec):
-        stated = GGUFReader(resolve_file(spec)).get_field("general.license")
+        stated = gguf_reader(resolve_file(spec)).get_field("general.license")
         return None if stated is None else str(stated.contents())
     if path.is_dir() and not (path / "README.md").is_file():
         return None

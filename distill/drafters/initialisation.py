@@ -39,7 +39,9 @@ def least_squares(pieces: Iterable[tuple[Tensor, Tensor]], ridge: float = RIDGE)
     """
     gram = cross = torch.zeros(1, 1, dtype=torch.float64)
     for x, y in pieces:
-        gram = gram + (x.T @ x).cpu()
-        cross = cross + (x.T @ y.to(x.device)).cpu()
+        # summed on the device of x: copying I x I values takes longer than their product
+        gram = gram.to(x.device) + x.T @ x
+        cross = cross.to(x.device) + x.T @ y.to(x.device)
+    gram, cross = gram.cpu(), cross.cpu()
     scaled = ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
     return torch.linalg.solve(gram + scaled, cross).T.float()
