@@ -128,6 +128,8 @@ def check_traffic(promised: Sequence[Estimate], args: argparse.Namespace) -> dic
             file.write(kept)
     moved = [difference for difference in differences if difference.moved]
     unclear = f"a change of {MARGIN:g} in acceptance is neither shown nor excluded"
+    if any(abs(difference.mean) > difference.chance(0.05) for difference in differences):
+        unclear = "acceptance differs at the 95% level, but an alarm each hour needs more certainty"
     status = INCONCLUSIVE
     if moved:
         status = MOVED
@@ -137,7 +139,7 @@ def check_traffic(promised: Sequence[Estimate], args: argparse.Namespace) -> dic
     elif lacking is None:
         reason = "nothing was drafted."
     elif lacking == math.inf:
-        reason = f"{unclear}; more drafts cannot decide this, but a report of more prompts may."
+        reason = f"{unclear}; more drafts cannot decide this, but a report of 100 prompts may."
     elif lacking:
         reason = f"{unclear}; about {lacking:,.0f} more drafts are needed."
     else:
