@@ -196,10 +196,14 @@ def served_draft(run: Path) -> Path:
 
 
 def tidy(home: Path, oldest: float) -> None:
-    """Delete what a killed call has left, expired reports, and drafts that no link names."""
+    """Delete what a killed call has left, and drafts and expired reports that no link names."""
     linked = {(home / link).resolve().name for link in ("current", "previous")}
     drafts = [path for path in home.glob("drafts/*") if path.name not in linked]
-    reports = [path for path in home.glob("reports/*") if path.stat().st_mtime < oldest]
+    reports = [
+        path
+        for path in home.glob("reports/*")
+        if path.name not in linked and path.stat().st_mtime < oldest
+    ]
     for path in (home / "work", *drafts, *reports):
         remove(path)
 

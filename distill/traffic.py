@@ -12,7 +12,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -173,27 +173,21 @@ def rows_of(run: Path) -> list[Row]:
     Raw prompts have no such form, and outputs that are no longer cached are left out.
     """
     recipe, used = read_yaml(run / "recipe.yaml"), read_json(run / USED)
-    tokenizer = load_tokenizer(recipe["target"])
+    tokenizer, store = load_tokenizer(recipe["target"]), Store(Path(used["store"]))
     prompts = load_prompts(str(run / PROMPTS / "train.jsonl"))
-    ids = read_json(run / PROMPTS / IDS)["train"]
-    per_prompt = recipe["answers_per_prompt"]
-    names = names_of(to_answer(ids, per_prompt, used["count"]), recipe["train_on_prompts"])
-    store = Store(Path(used["store"]))
+    ids, times = read_json(run / PROMPTS / IDS)["train"], recipe["answers_per_prompt"]
+    names = names_of(to_answer(ids, times, used["count"]), recipe["train_on_prompts"])
     rows = []
-    asked = zip(prompts * per_prompt, ids * per_prompt, names, strict=False)
-    for prompt, prompt_ids, name in asked:
-        if prompt.logged_output is not None:
-            output = prompt.logged_output["token_ids"]
-        elif name in store:
-            output = Answers(store, [name])[0].text[len(prompt_ids) :].tolist()
-        else:
+    for prompt, prompt_ids, name in zip(prompts * times, ids * times, names, strict=False):
+        logged = prompt.logged_output
+        if prompt.messages is None or (logged is None and name not in store):
             continue
-        row = {key: value for key, value in asdict(prompt).items() if value is not None}
-        logged = row.pop("logged_output", {})
-        text = tokenizer.decode(output, skip_special_tokens=True)
-        if prompt.messages is not None:
-            row["messages"].append({"role": "assistant", "content": text})
-            row["token_ids"] = output
-            row["temperature"] = logged.get("temperature", recipe["answer_temperature"])
-            rows.append(row)
+        if logged is None:
+            output = Answers(store, [name])[0].text[len(prompt_ids) :].tolist()
+            logged = {"temperature": recipe["answer_temperature"], "token_ids": output}
+        text = tokenizer.decode(logged["token_ids"], skip_special_tokens=True)
+        turns = [*prompt.messages, {"role": "assistant", "content": text}]
+        asked = {"tools": prompt.tools, "chat_template_kwargs": prompt.chat_template_kwargs}
+        asked = {key: value for key, value in asked.items() if value is not None}
+        rows.append(asked | logged | {"messages": turns})
     return rows

@@ -1,5 +1,6 @@
 """The loop from traffic to a draft publishes what has passed its gate, and nothing else, ever."""
 
+import calendar
 import errno
 import json
 import multiprocessing
@@ -16,14 +17,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from align.errors import UserError
 from align.sources import cache_folder, load_model, load_tokenizer
 from distill import adapt as module
 from distill.adapt import FAILED, NOTHING, PUBLISHED, REFUSED, judged, main
 from distill.recipe import build_recipe, dump
-from distill.traffic import DAY, Split, split, usable
+from distill.traffic import DAY, Split, read_traffic, rows_of, split, usable
 from eval.decoding.target import weights_sha256
 from eval.measuring.runs import REFERENCE_ONLY
-from eval.prompts import Prompt
+from eval.prompts import Prompt, write_prompts
 from eval.reporting.build import build_report
 from eval.reporting.files import write_report
 from eval.reporting.traffic import NotComparable
@@ -116,10 +118,10 @@ SECRET = "please send the numbers of the last quarter to jane@example.org before
 EVALUATED = "write a function that counts the vowels in each line of a long text file"
 
 
-def row(day, text=None, consent=True):
+def row(day, text=None, consent=True, said="Done."):
     """A row of that many days after the beginning of time."""
     text = text or " ".join(random.Random(day).choices(WORDS, k=12))
-    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "Done."}]
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": said}]
     return {"time": day * DAY, "messages": turns, "consent": consent}
 
 
@@ -130,6 +132,13 @@ def kept(*rows, limit=100):
     return [r["time"] / DAY for r in usable(rows, evaluated, 100 * DAY, 30, redact, limit)]
 
 
+@pytest.mark.parametrize("rows", [[], [{"messages": []}], [row(1), {"messages": []}]])
+def test_rows_without_a_time_are_refused(tmp_path, rows):
+    (tmp_path / "monday.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(UserError, match="monday" if rows else str(tmp_path)):
+        read_traffic(tmp_path)
+
+
 @pytest.mark.parametrize(
     "dropped",
     [
@@ -138,11 +147,12 @@ def kept(*rows, limit=100):
         row(98, consent=False),
         row(98, consent="no"),
         row(98, SECRET),
+        row(98, said=SECRET),
         row(98, f"{row(99)['messages'][0]['content']} again"),
         row(98, EVALUATED),
         row(98) | {"messages": [{"role": "user", "image": "cat.png"}]},
     ],
-    ids="future old consent no-consent redacted repeated evaluated not-readable".split(),
+    ids="future old consent no-consent redacted said repeated evaluated not-readable".split(),
 )
 def test_rows_that_are_not_kept(dropped):
     assert kept(row(97), dropped, row(99.5), row(99)) == [99.5, 99, 97]
@@ -196,6 +206,19 @@ def test_too_few_rows_of_a_part(since, trained):
 
 def test_no_row_at_all():
     assert split([], [row(0)], 5 * DAY, 0, 0.3).lacking
+
+
+def test_the_rows_of_a_run_that_was_trained_on_logged_outputs(folder, tmp_path):
+    recipe = {"target": str(folder / "target"), "train_prompts": "a", "eval_prompts": "b"}
+    (tmp_path / "recipe.yaml").write_text(dump(build_recipe(recipe | {"answers": "logged"})))
+    (tmp_path / "answers.json").write_text(json.dumps({"store": "none", "count": 3}))
+    turns, output = [{"role": "user", "content": "Hi."}], {"token_ids": [5, 6], "temperature": 0.7}
+    prompts = [Prompt("0", messages=turns, logged_output=output), Prompt("1", "raw")]
+    write_prompts(tmp_path / "prompts" / "train.jsonl", [*prompts, Prompt("2", messages=turns)])
+    (tmp_path / "prompts" / "ids.json").write_text(json.dumps({"train": [[1], [2], [3]]}))
+    (made,) = rows_of(tmp_path)  # the others are raw, and no longer cached
+    assert made.items() >= output.items()
+    assert [turn["role"] for turn in made["messages"]] == ["user", "assistant"]
 
 
 # --- The loop, with a training and a measurement that cost nothing
@@ -319,16 +342,19 @@ def test_the_draft_before_the_last_is_served_again(loop):
     assert len([*(loop.home / "drafts").iterdir()]) == 1  # what no link names is deleted
 
 
-def test_two_drafts_and_the_reports_of_the_last_days_are_kept(loop):
+def test_two_drafts_and_their_reports_are_kept(loop):
     for _ in range(4):
-        assert loop.call("--days", 20) == PUBLISHED
+        assert loop.call("--days", 5) == PUBLISHED
         for report in (loop.home / "reports").iterdir():
-            written = time.mktime(time.strptime(report.name, "%Y-%m-%dT%H-%M-%SZ")) - time.timezone
+            written = calendar.timegm(time.strptime(report.name, "%Y-%m-%dT%H-%M-%SZ"))
             os.utime(report, (written, written))
     loop.gains = PLAIN, PLAIN
-    assert loop.call("--days", 20) == NOTHING
-    assert len([*(loop.home / "drafts").iterdir()]) == 2
-    assert len([*(loop.home / "reports").iterdir()]) == 3
+    assert loop.call("--days", 5) == NOTHING
+    drafts, reports = (
+        {path.name for path in (loop.home / part).iterdir()} for part in ("drafts", "reports")
+    )
+    assert len(drafts) == 2
+    assert reports == drafts | {module.when(loop.now)}
 
 
 def test_all_is_deleted(loop):
@@ -368,6 +394,14 @@ def test_a_measurement_that_fails_publishes_nothing(loop, monkeypatch, status, e
     assert loop.call() == ends
     assert (loop.served, module.State.read(loop.home / "state.json").until) == (0, 0)
     assert not (loop.home / "work").exists()
+
+
+@pytest.mark.parametrize(("options", "asked"), [([], 0), (["--gate", "--engine vllm"], 1)])
+def test_a_target_behind_a_server_needs_an_engine(loop, monkeypatch, options, asked):
+    calls = []
+    monkeypatch.setattr(module.evaluation, "main", lambda options: calls.append(options) or 2)
+    assert loop.call("--train", "--answer_url http://localhost:8000", *options) == FAILED
+    assert (len(calls), loop.made) == (asked, asked)
 
 
 def test_the_gate_s_options_measure_both_parts(loop, monkeypatch):
@@ -505,7 +539,7 @@ def conversations(target, texts, start, per_day):
         said = tokenizer.decode(output, skip_special_tokens=True)
         turns.append({"role": "assistant", "content": said})
         at = (start + i / per_day) * DAY
-        yield {"messages": turns, "token_ids": output.tolist(), "temperature": 0.0, "time": at}
+        yield {"id": "a", "messages": turns, "token_ids": output.tolist(), "time": at}
 
 
 def test_a_draft_is_trained_on_traffic_and_published(job, folder, tmp_path, monkeypatch, capsys):
