@@ -27,7 +27,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
@@ -168,23 +168,31 @@ def load_config(spec: str) -> PreTrainedConfig:
             f"The config of {spec!r} cannot be read ({_one_line(error)}); restore it, or use a "
             "model that transformers knows."
         ) from error
+    config.return_dict = True  # models of transformers themselves read fields of their outputs
     if getattr(config, "quantization_config", None) == {}:  # transformers takes it for a method
         del config.quantization_config
     return config
+
+
+def cached_checkpoint(spec: str) -> Path:
+    """The folder of a checkpoint without fetching it; one of the Hub has its revision as name.
+
+    It does not exist if the checkpoint is not here.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if on_hub(spec):
+        with suppress(LocalEntryNotFoundError):
+            return Path(snapshot_download(spec, local_files_only=True))
+    return Path(spec).expanduser()
 
 
 def weights_cached(spec: str) -> bool:
     """True if the weights of a checkpoint can be read without fetching them from the Hub."""
     if not on_hub(spec):
         return True
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        folder = Path(snapshot_download(spec, local_files_only=True))
-    except LocalEntryNotFoundError:
-        return False
-    files = weight_files(folder)
+    files = weight_files(cached_checkpoint(spec))
     return bool(files) and all(path.is_file() for path in files)
 
 

@@ -296,7 +296,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
         reason = " ".join(str(error).partition("\nTo suppress")[0].split())
         raise RecipeError(f"{path} cannot be read as YAML ({reason}); correct it.") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise RecipeError(f"{path} is not a recipe; write a line `key: value` for every key.")
+        raise RecipeError(
+            f"{path} has no keys, so it is not a recipe; restore the file, or write a line "
+            "`key: value` for every key."
+        )
     return values
 
 

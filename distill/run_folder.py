@@ -43,7 +43,7 @@ def refuse_another_run(recipe: Recipe) -> None:
         return
     written, asked = read_yaml(path), recipe.values()
     free = FREE_KEYS if (recipe.folder / "draft").exists() else FREE_KEYS | BATCH_KEYS
-    if not {"server", "logged"} & {written["answers"], recipe.answers}:
+    if not {"server", "logged"} & {written.get("answers"), recipe.answers}:
         free = free | {"answers"}  # `local` and `vllm` share a store
     changed = sorted(
         key for key in (written.keys() | asked) - free if written.get(key) != asked.get(key)

@@ -527,6 +527,8 @@ def distil_draft(
         return None
     counts = {"max_answers": answers.asked, "max_steps": trainer.state.global_step}
     with atomic_file(recipe.folder / REPEAT) as file:
+        launch = f"accelerate launch --num_processes {trainer.accelerator.num_processes}"
+        file.write(f"# {launch} distill/train.py --recipe {REPEAT}\n")
         file.write(dump(recipe, minutes=None, **counts))
     best = best_of(read_measurements(recipe.folder))
     if best is not None and best.step == 0:

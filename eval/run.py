@@ -33,7 +33,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import torch
-from ruamel.yaml import YAML
+from ruamel.yaml import YAML, YAMLError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from align.check import Strategy
@@ -277,12 +277,15 @@ def _object(text: str) -> dict[str, Any]:
 
 def _of_run(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """The defaults from a finished training run. given: the command's options; others are None."""
-    if not (folder / "recipe.yaml").is_file() or not (folder / "draft").is_dir():
+    try:
+        recipe = YAML(typ="safe", pure=True).load(folder / "recipe.yaml")
+    except (OSError, YAMLError, UnicodeDecodeError):
+        recipe = None
+    if not isinstance(recipe, dict) or "draft" not in recipe or not (folder / "draft").is_dir():
         raise UserError(
             f"{folder} is not the folder of a finished training run, because recipe.yaml or draft/ "
-            "is missing; finish the run, or give --target, --draft and --prompts."
+            "is missing or damaged; finish the run, or give --target, --draft and --prompts."
         )
-    recipe = YAML(typ="safe", pure=True).load(folder / "recipe.yaml")
     keys = ["target", "temperature", "top_k", "top_p", "max_new_tokens", "dtype", "instruction"]
     keys += ["chat_template_kwargs", "max_prompt_length", "long_prompts"]
     defaults = {key: recipe[key] for key in keys if recipe.get(key) is not None}

@@ -17,7 +17,13 @@ from typing import Any
 
 import torch
 
-from align.sources import gguf_kind, load_config, resolve_checkpoint, weight_files
+from align.sources import (
+    cached_checkpoint,
+    gguf_kind,
+    load_config,
+    resolve_checkpoint,
+    weight_files,
+)
 from eval.decoding.build import longest_context
 from eval.decoding.loop import Decoding
 from eval.engines.comparison import (
@@ -198,11 +204,12 @@ def _begin(
         journal.begin(servers, [asdict(prompt) for prompt in prompts.prompts], settings, loads)
 
 
-def _files(spec: str) -> list[tuple[str, int, int]]:
-    """Name, size and time of change of the weights of a spec; [] unless it is on this machine."""
-    path = Path(spec.removeprefix(NGRAM_FIRST)).expanduser()
+def _files(spec: str) -> list[Any]:
+    """What changes with the weights of a spec: a revision of the Hub; the files of a folder."""
+    path = cached_checkpoint(spec.removeprefix(NGRAM_FIRST))
     files = [path] if path.is_file() else weight_files(path)
-    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return [path.name, facts]
 
 
 def _facts(path: str, gamma: int | None) -> dict[str, Any]:

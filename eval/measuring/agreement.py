@@ -20,7 +20,7 @@ from eval.decoding.generation import generate_batched, tokens_bar
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.target import Target
 from eval.decoding.verification import agreement, warp
-from eval.measuring.journal import Journal
+from eval.measuring.journal import Enough, Journal, all_of_them
 from eval.measuring.runs import Agreement
 from eval.prompts import Prompt, PromptSet
 
@@ -54,6 +54,7 @@ def measure_agreement(
     texts: Sequence[list[int]],
     decoding: Decoding,
     journal: Journal,
+    enough: Enough = all_of_them,
 ) -> tuple[dict[str, list[Agreement]], list[list[float]]]:
     """The acceptance rates by draft's name [prompts], from one target pass, and the entropies.
 
@@ -97,7 +98,7 @@ def measure_agreement(
         return {"agreements": agreements, "bits": entropies}
 
     rows = list(zip(prompts.prompts, prompts.ids, texts, strict=True))
-    measured = journal.each("acceptance rate", rows, measure, lambda row: row, "prompt")
+    measured = journal.each("acceptance rate", rows, measure, lambda row: row, "prompt", enough)
     by_draft = {
         name: [Agreement(**row["agreements"][name]) for row in measured] for name in drafters
     }

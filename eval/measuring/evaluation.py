@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from eval.measuring import metrics
 from eval.measuring.agreement import BATCH, measure_agreement, target_texts
 from eval.measuring.cost import StepCosts
 from eval.measuring.environment import environment, gpu_name
-from eval.measuring.intervals import measure
-from eval.measuring.journal import Journal
+from eval.measuring.intervals import FEWEST_CLUSTERS, measure
+from eval.measuring.journal import Enough, Journal
 from eval.measuring.losslessness import LosslessCheck, read_sampled
 from eval.measuring.runs import DraftLog, RunLog, TargetOutput
 from eval.measuring.timing import (
@@ -39,8 +39,13 @@ from eval.measuring.timing import (
 )
 from eval.prompts import PromptSet
 
-FEWEST = 12  # prompts that are timed even if the time is over, because an interval needs them
-SHARE_OF_OUTPUTS = 0.25  # of the time, for outputs; their acceptance rates need the same time
+# Shares of the time at which stages end.
+OUTPUTS, COSTS, LENGTHS, ACCEPTANCE, STOCK, TIMED, CHECKED = 0.15, 0.2, 0.35, 0.5, 0.55, 0.95, 1.0
+# Until then prompts are timed if an interval needs them. It is a tenth of the minutes of a run,
+# because an evaluation has a third of them.
+LATEST = 1.3
+# What stages measure even if the time is over.
+FEWEST_OUTPUTS, FEWEST_ROUNDS, FEWEST_TIMED = 12, 8, 2
 PROBED_TOKENS = 256  # tokens of a prompt whose logits identify the models
 
 
@@ -49,8 +54,8 @@ class Plan:
     """How much an evaluation measures.
 
     draft_length: of all drafts; None: the fastest length of each draft, up to max_draft_length.
-    speed_prompts: number of prompts to time. seconds: time of the whole evaluation; timing stops
-    when it is over and FEWEST prompts are timed. None: all speed_prompts are timed.
+    speed_prompts: number of prompts to time. seconds: time of the whole evaluation, for which
+    stages measure fewer prompts; None: all prompts are measured.
     """
 
     draft_length: int | None
@@ -84,55 +89,87 @@ def evaluate(
     sampling, seed = decoding.sampling, decoding.seed
     spell, special = spelling(target)
 
-    def time_is_over(share: float) -> bool:
-        """Whether this share of the plan's seconds has passed."""
-        return plan.seconds is not None and time.monotonic() - began >= share * plan.seconds
+    def until(share: float, then: str, fewest: int = 1) -> Enough:
+        """Ends a stage at this share of the plan's seconds, or half of a result later.
 
-    # 1. The target's outputs, for the acceptance rates. If time is short, prompts without a
+        then: a later stage, whose results need those that this stage had in an earlier process.
+        """
+        started, earlier = time.monotonic(), -1
+
+        def enough(measured: int) -> bool:
+            nonlocal earlier
+            earlier = measured if earlier < 0 else earlier
+            if then in journal.results or plan.seconds is None:
+                return then in journal.results
+            now = time.monotonic()
+            half = (now - started) / max(1, measured - earlier) / 2
+            return measured >= fewest and now + half >= began + share * plan.seconds
+
+        return enough
+
+    # 1. The target's outputs, for the acceptance rates. If time is short, prompts without an
     # output are not evaluated; a process that continues has the same prompts.
-    all_generated = "step costs" in journal.results
     drawn = evaluation.drawn(len(evaluation.prompts), seed)
     asked = list(zip((prompt.id for prompt in drawn.prompts), drawn.ids, strict=True))
-    pieces = [dict(asked[start : start + BATCH]) for start in range(0, len(asked), BATCH)]
+    first = BATCH if plan.seconds is None else FEWEST_OUTPUTS
+    starts = [0, *range(first, len(asked), BATCH), len(asked)]
+    pieces = [dict(asked[start:end]) for start, end in pairwise(starts)]
     outputs = journal.each(
         "target outputs",
         pieces,
         lambda _number, piece: target_texts(target, piece, decoding),
         list,
         "batch",
-        lambda measured: all_generated or (measured > 0 and time_is_over(SHARE_OF_OUTPUTS)),
+        until(OUTPUTS, "step costs"),
     )
-    by_id = dict(zip((prompt.id for prompt in drawn.prompts), chain(*outputs), strict=False))
-    evaluation = evaluation.of_ids(set(by_id))
-    texts = [by_id[prompt.id] for prompt in evaluation.prompts]
+    texts = [*chain(*outputs)]
+    drawn = drawn.first(len(texts))
 
     # 2. Step costs, in the middle of an output of mean length.
-    middles = [len(ids) + len(text) // 2 for ids, text in zip(evaluation.ids, texts, strict=True)]
+    middles = [len(ids) + len(text) // 2 for ids, text in zip(drawn.ids, texts, strict=True)]
     context = sum(middles) // len(middles)
     longest = max(plan.max_draft_length, plan.draft_length or 0)
     costs: list[StepCosts] = journal.once(
         "step costs",
-        lambda: step_costs(target.decoder, [*drafters.values()], context, longest, decoding),
+        lambda: step_costs(
+            target.decoder,
+            [*drafters.values()],
+            context,
+            longest,
+            decoding,
+            enough=until(COSTS, "", FEWEST_ROUNDS),
+        ),
         lambda each: [StepCosts(**fields) for fields in each],
     )
 
     # 3. The draft length of each draft, on the tuning prompts.
-    lengths = [
-        plan.draft_length
-        or journal.once(
-            f"draft length of {name}",
-            partial(fastest_length, target, drafter, tuning, decoding, draft_costs, longest),
-        )
-        for (name, drafter), draft_costs in zip(drafters.items(), costs, strict=True)
-    ]
-    policy = "fixed"
-    if plan.draft_length is None:
-        policy = f"fixed, fastest on {len(tuning.prompts)} other prompts"
+    lengths, policies = [], []
+    for number, ((name, drafter), draft_costs) in enumerate(
+        zip(drafters.items(), costs, strict=True), start=1
+    ):
+        length, policy = plan.draft_length, "fixed"
+        if length is None:
+            enough = until(COSTS + (LENGTHS - COSTS) * number / len(drafters), "")
+            given = target, drafter, tuning, decoding, draft_costs, longest, enough
+            length, prompts = journal.once(
+                f"draft length of {name}", partial(fastest_length, *given)
+            )
+            policy = f"fixed, fastest on {prompts} other prompts"
+        lengths.append(length)
+        policies.append(policy)
 
     # 4. Acceptance rates, and the baseline compared with transformers' `generate`.
-    agreements, entropy = measure_agreement(target, drafters, evaluation, texts, decoding, journal)
+    enough = until(ACCEPTANCE, "stock generate", FEWEST_OUTPUTS)
+    rates, bits = measure_agreement(target, drafters, drawn, texts, decoding, journal, enough)
+    # in the order of the evaluation prompts again
+    evaluation = evaluation.of_ids({prompt.id for prompt in drawn.prompts[: len(bits)]})
+    numbers = {prompt.id: number for number, prompt in enumerate(drawn.prompts)}
+    order = [numbers[prompt.id] for prompt in evaluation.prompts]
     timed = evaluation.drawn(plan.speed_prompts, seed)
-    stock = journal.once("stock generate", lambda: over_stock_generate(target, timed, decoding))
+    stock = journal.once(
+        "stock generate",
+        lambda: over_stock_generate(target, timed, decoding, until(STOCK, "", FEWEST_TIMED)),
+    )
 
     # 5. The timed prompts, each without a draft and with each draft, until the time is over. If
     # tokens are sampled, prompts are decoded greedily, too: only greedy outputs can be compared.
@@ -143,13 +180,15 @@ def evaluate(
         for drafter, length in zip([None, *drafters.values()], [0, *lengths], strict=True)
     ]
 
-    decoded = decode_in_turns(
-        target,
-        contenders,
-        timed,
-        journal,
-        lambda measured: measured >= FEWEST and time_is_over(1.0),
-    )
+    compared = [f"texts of {name} compared" for name in drafters]
+    after = compared[0] if sampling.greedy else "sampled outputs read"
+    in_time, latest = (until(share, after, FEWEST_TIMED) for share in (TIMED, LATEST))
+
+    def enough_timed(measured: int) -> bool:
+        over, long_over = in_time(measured), latest(measured)
+        return over and (measured >= FEWEST_CLUSTERS or long_over)
+
+    decoded = decode_in_turns(target, contenders, timed, journal, enough_timed)
     baseline, *runs = decoded[: 1 + len(drafters)]
     greedy_baseline, *greedy_runs = decoded[-1 - len(drafters) :]
     timed = timed.first(len(baseline))
@@ -162,10 +201,11 @@ def evaluate(
         target, greedy, lambda ids: b"".join(map(spell, ids)).decode("utf-8", "replace")
     )
     logs = []
-    for (name, drafter), length, draft_costs, mine, mine_greedily in zip(
-        drafters.items(), lengths, costs, runs, greedy_runs, strict=True
+    for stage, (name, drafter), length, policy, draft_costs, mine, mine_greedily in zip(
+        *(compared, drafters.items(), lengths, policies, costs, runs, greedy_runs), strict=True
     ):
-        compare = partial(check.ledger, drafter, length, timed, greedy_baseline, mine_greedily)
+        sides = greedy_baseline, mine_greedily
+        compare = partial(check.ledger, drafter, length, timed, *sides, until(CHECKED, ""))
         logs.append(
             DraftLog(
                 name=name,
@@ -174,10 +214,10 @@ def evaluate(
                 vocabulary=dict(drafter.vocabulary),
                 runs=mine,
                 baseline=baseline,
-                lossless=journal.once(f"texts of {name} compared", compare),
+                lossless=journal.once(stage, compare),
                 gamma=length,
                 gamma_policy=policy,
-                agreement=agreements[name],
+                agreement=[rates[name][number] for number in order],
                 costs=draft_costs,
                 memory={
                     "target_bytes": target.bytes,
@@ -201,7 +241,7 @@ def evaluate(
             decoding,
             [run.tokens[-1] in decoding.stops for run in baseline],
             gamma=lengths[-1],
-            gamma_policy=policy,
+            gamma_policy=policies[-1],
         ),
         prompts=prompt_facts(
             evaluation,
@@ -210,10 +250,8 @@ def evaluate(
         provenance=provenance | {"resumed": journal.resumed},
         over_stock_generate=measure("over_stock_generate", stock, metrics.speedup_of),
         answers=[
-            TargetOutput(prompt.id, ids, text, bits, prompt.group)
-            for prompt, ids, text, bits in zip(
-                evaluation.prompts, evaluation.ids, texts, entropy, strict=True
-            )
+            TargetOutput(prompt.id, ids, texts[number], bits[number], prompt.group)
+            for prompt, ids, number in zip(evaluation.prompts, evaluation.ids, order, strict=True)
         ],
         spell=spell,
         special=special,

@@ -24,8 +24,15 @@ from align.files import atomic_file, write_errors_explained
 JOURNAL = "measured.jsonl"  # the journal's name in the report's folder
 INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 
+# Called with the number of results of a stage; if true, the stage ends.
+Enough = Callable[[int], bool]
 Row = TypeVar("Row")
 R = TypeVar("R")
+
+
+def all_of_them(_measured: int) -> bool:
+    """The `Enough` of a stage that measures all."""
+    return False
 
 
 class Journal(AbstractContextManager["Journal"]):
@@ -97,13 +104,12 @@ class Journal(AbstractContextManager["Journal"]):
         measure: Callable[[int, Row], Any],
         read: Callable[[Any], R],
         unit: str | None,
-        enough: Callable[[int], bool] = lambda measured: False,
+        enough: Enough = all_of_them,
     ) -> list[R]:
         """The result of `measure(number, row)` for each row, through JSON and then `read`.
 
         Rows with a result in the journal are not measured again. unit: of the progress bar; None:
-        no bar. enough: called with the number of measured rows; if true, the other rows are left
-        out. Raises UserError.
+        no bar. enough: if true, the other rows are left out. Raises UserError.
         """
         results = self.results.get(stage, [])
         start = len(results)

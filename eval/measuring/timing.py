@@ -21,7 +21,7 @@ from eval.decoding.prompt_run import PromptRun
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.cost import StepCosts
-from eval.measuring.journal import Journal
+from eval.measuring.journal import Enough, Journal, all_of_them
 from eval.prompts import Prompt, PromptSet
 
 COST_REPEATS = 30  # rounds in which all steps are timed
@@ -47,6 +47,7 @@ def step_costs(
     longest_draft: int,
     decoding: Decoding,
     repeats: int = COST_REPEATS,
+    enough: Enough = all_of_them,
 ) -> list[StepCosts]:
     """The step costs of each drafter with one target, at one context length.
 
@@ -70,6 +71,8 @@ def step_costs(
                 steps["whole draft", number] = whole
     seconds: dict[tuple[str, int], list[float]] = {step: [] for step in steps}
     for repeat in tqdm(range(WARM_UP_ROUNDS + repeats), desc="step costs", unit="round"):
+        if repeat > WARM_UP_ROUNDS and enough(repeat):
+            break
         for step, run in steps.items():
             synchronise()
             clock = time.perf_counter()
@@ -100,8 +103,11 @@ def fastest_length(
     decoding: Decoding,
     costs: StepCosts,
     longest: int,
-) -> int:
+    enough: Enough = all_of_them,
+) -> tuple[int, int]:
     """The draft length up to `longest` with the most tokens per second, from the step costs.
+
+    Returns also the number of prompts that were decoded.
 
     The prompts are decoded once with drafts of the `longest` length. With token-by-token
     verification, a shorter draft accepts the same tokens up to its length, so this rule is used
@@ -112,7 +118,11 @@ def fastest_length(
     )
     steps: list[tuple[int, int, bool]] = []  # tokens drafted and accepted, and whether free
     tuning = list(zip(prompts.prompts, prompts.ids, strict=True))
+    count = 0
     for prompt, ids in tqdm(tuning, desc="choose draft length", unit="prompt"):
+        if enough(count):
+            break
+        count += 1
         run = decode(target.decoder, drafter, prompt, ids, decoding, longest)
         whole = slice(run.whole_blocks)
         free = map(bool, run.free[whole])
@@ -126,7 +136,7 @@ def fastest_length(
             ms += float(costs.draft(0 if free else verified) + costs.verify(verified + 1))
         return 1000 * tokens / ms if steps else 0.0
 
-    return max(range(1, longest + 1), key=tokens_per_second)
+    return max(range(1, longest + 1), key=tokens_per_second), count
 
 
 def decode_undisturbed(
@@ -149,12 +159,9 @@ def decode_in_turns(
     contenders: Sequence[Contender],
     prompts: PromptSet,
     journal: Journal,
-    enough: Callable[[int], bool] = lambda measured: False,
+    enough: Enough = all_of_them,
 ) -> list[list[PromptRun]]:
-    """Every prompt decoded by every contender: runs [contenders][prompts].
-
-    enough: called with the number of decoded prompts; if true, the other prompts are left out.
-    """
+    """Every prompt decoded by every contender: runs [contenders][prompts]."""
     rows = list(zip(prompts.prompts, prompts.ids, strict=True))
     for contender in contenders:  # warm-up, not counted
         new_tokens = min(contender.decoding.max_new_tokens, WARM_UP_TOKENS)
@@ -169,7 +176,7 @@ def in_turns(
     rows: Sequence[tuple[Prompt, list[int]]],
     journal: Journal,
     stage: str,
-    enough: Callable[[int], bool] = lambda measured: False,
+    enough: Enough = all_of_them,
 ) -> list[list[PromptRun]]:
     """Each (prompt, ids) decoded by each decoder, prompt by prompt: runs [decoders][prompts].
 
@@ -191,7 +198,7 @@ def in_turns(
 
 
 def over_stock_generate(
-    target: Target, prompts: PromptSet, decoding: Decoding
+    target: Target, prompts: PromptSet, decoding: Decoding, enough: Enough = all_of_them
 ) -> list[tuple[float, ...]]:
     """Times the baseline and transformers' `generate` on the same model, prompt by prompt.
 
@@ -213,6 +220,8 @@ def over_stock_generate(
     timed = list(zip(prompts.prompts, prompts.ids, strict=True))[:STOCK_PROMPTS]
     bar = tqdm([timed[0], *timed], desc="stock generate", unit="prompt")
     for turn, (prompt, ids) in enumerate(bar):
+        if turn > 1 and enough(turn):
+            break
         tokens = torch.tensor([ids], device=target.decoder.device)
         clock = time.perf_counter()
         output = stock.generate(

@@ -290,6 +290,9 @@ def test_what_is_not_refused(checkpoint):
     for empty in (None, {}):
         edit_config(checkpoint, quantization_config=empty)
         load_model(str(checkpoint), torch.float32)
+    edit_config(checkpoint, return_dict=False)
+    model = load_model(str(checkpoint), torch.float32)
+    assert model(torch.tensor([[1]])).logits.isfinite().all()
     edit_config(checkpoint, auto_map={"AutoModelForCausalLM": "m.Evil"})
     resolve_checkpoint(str(checkpoint))  # transformers has the model without that code
     quantised(checkpoint)  # for the kernels of an engine

@@ -20,10 +20,18 @@ def time(monkeypatch):
     """The seconds that have passed: `time.now`; Python itself started at 0."""
     passed = SimpleNamespace(now=0.0)
     fake = SimpleNamespace(monotonic=lambda: passed.now, time=lambda: passed.now)
-    process = SimpleNamespace(Process=lambda: SimpleNamespace(create_time=lambda: passed.now))
     monkeypatch.setattr(clock_module, "time", fake)
-    monkeypatch.setattr(clock_module, "psutil", process)
+    monkeypatch.setattr(clock_module, "command_start", lambda: passed.now)
     return passed
+
+
+@pytest.mark.parametrize(("launcher", "starts"), [("python -m launch train.py", 3), ("bash", 7)])
+def test_the_time_of_a_launcher_counts(monkeypatch, launcher, starts):
+    parent = SimpleNamespace(cmdline=lambda: launcher.split(), create_time=lambda: 3)
+    process = SimpleNamespace(parent=lambda: parent, create_time=lambda: 7)
+    monkeypatch.setattr(clock_module.psutil, "Process", lambda: process)
+    monkeypatch.setattr(clock_module.sys, "argv", ["train.py", "--recipe", "code"])
+    assert clock_module.command_start() == starts
 
 
 def test_a_run_that_goes_on_counts_what_it_had_used(time, tmp_path):
@@ -148,7 +156,9 @@ def test_a_run_keeps_its_minutes_and_says_what_repeats_it(job, tmp_path):
     state = json.loads((last_checkpoint(recipe.folder) / "trainer_state.json").read_text())
     assert kept["training"] < kept["seconds"]
     assert state["global_step"] < state["max_steps"]
-    repeated = load_recipe(["--recipe", str(recipe.folder / "repeat.yaml")])
+    repeat = recipe.folder / "repeat.yaml"
+    assert "--num_processes 1 " in repeat.read_text().partition("\n")[0]
+    repeated = load_recipe(["--recipe", str(repeat)])
     assert repeated.minutes is None
     assert repeated.training["max_steps"] == state["global_step"]
     assert repeated.max_answers == 11

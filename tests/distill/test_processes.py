@@ -208,6 +208,7 @@ def test_machines_share_the_folder_of_the_run_alone(
         server.stop()
     made = [re.findall(r"(\d+) of (?:2|9) generated", shown) for shown in printed]
     assert 0 < int(made[1][-1]) < 9  # no output is made twice
+    assert "--num_processes 2 " in (two.folder / "repeat.yaml").read_text()
     report = json.loads((two.folder / "report" / "report.json").read_text())
     assert report["drafts"]["tuned"]["lossless"]["unexplained"] == 0
     assert report["provenance"]["answers"] == {answers: 9}

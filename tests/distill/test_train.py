@@ -230,6 +230,10 @@ def test_who_answers_may_change_in_a_folder_and_what_is_asked_may_not(job, tmp_p
         refuse_another_run(smaller)
     with pytest.raises(RecipeError, match=r"held_out_prompts: 32 -> 8\)"):
         refuse_another_run(job(tmp_path / "run", held_out_prompts=8))
+    for damaged in ("", "target: a/b\n"):
+        (recipe.folder / "recipe.yaml").write_text(damaged)
+        with pytest.raises(RecipeError, match=r"another recipe|restore"):
+            refuse_another_run(recipe)
 
 
 @pytest.mark.parametrize("kind", [PRUNED, {}])

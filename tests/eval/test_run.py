@@ -75,6 +75,14 @@ def test_what_a_chat_template_reads_is_refused_where_nothing_reads_it(folder, tm
     assert "does nothing to the prompts of" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("recipe", ["", "target: a/b\n", "target: [a"])
+def test_a_damaged_recipe_of_a_run_is_named(tmp_path, capsys, recipe):
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    assert main(["--run", str(tmp_path)]) == 2
+    assert "recipe.yaml" in capsys.readouterr().err
+
+
 def test_long_prompts_are_left_out_before_some_are_set_aside(folder, tmp_path, capsys):
     prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").open()]
     limit = sorted(map(len, prompts))[8]  # a token a letter
@@ -272,9 +280,9 @@ def test_a_sampled_run_is_reported_whole(folder, tmp_path, method):
 def test_each_draft_has_the_draft_length_that_is_fastest_for_it(folder, tmp_path, monkeypatch):
     tried = []
 
-    def fastest(target, drafter, prompts, how, costs, longest):
+    def fastest(target, drafter, prompts, how, costs, longest, enough):
         tried.append((drafter.path, costs.target_step_ms, len(prompts.prompts)))
-        return 1 if "draft" in drafter.path else 3
+        return (1 if "draft" in drafter.path else 3), 2
 
     monkeypatch.setattr(evaluation, "fastest_length", fastest)
     what = ("--draft", f"d={folder / 'draft'}", "--draft", f"self={folder / 'target'}")

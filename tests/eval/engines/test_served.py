@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from align.sources import load_model
 from align.to_gguf import write_gguf
@@ -18,6 +19,7 @@ from eval.engines.local_vllm import VllmServers
 from eval.engines.served import measure_servers, measure_started
 from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer
+from eval.measuring.journal import Journal
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.fields import read_report
 from eval.reporting.page import render_page
@@ -448,6 +450,28 @@ def test_a_gguf_target_is_named_with_its_quantisation(tmp_path, start):
         VllmServers, str(tmp_path / "t.gguf"), drafts, [2], ONE_PROMPT, SHORT, {}
     )
     assert report.target_named.endswith("t.gguf (GGUF Q8_0)")
+
+
+def test_a_branch_of_the_hub_that_moved_is_measured_anew(tmp_path, start, monkeypatch):
+    start(lambda config: FakeVllm(step=3))
+    save_sibling(tmp_path / "a1", LARGE, 1)
+    (tmp_path / "b2").symlink_to("a1")  # files of one size and time
+
+    def resumed(revision):
+        def downloaded(spec, **_):
+            if spec != "org/target":
+                raise LocalEntryNotFoundError(spec)
+            return str(tmp_path / revision)
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", downloaded)
+        journal = Journal(tmp_path / "measured.jsonl")
+        drafts = {"lookup": "prompt-lookup"}
+        measure_started(
+            VllmServers, "org/target", drafts, [2], ONE_PROMPT, SHORT, {}, journal=journal
+        )
+        return journal.resumed
+
+    assert [resumed(revision) for revision in ("a1", "a1", "b2")] == [False, True, False]
 
 
 @pytest.mark.parametrize("rows", [SMALL, LARGE])

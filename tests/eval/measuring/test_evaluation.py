@@ -90,29 +90,21 @@ def test_models_are_known_by_the_first_tokens_of_a_long_prompt(key, monkeypatch)
 
 
 @pytest.fixture
-def evaluated(key, letters, journal, monkeypatch):
-    """Evaluates so many prompts on a clock that timed prompts and each batch of responses move, by
-    a second; the report.
-    """
-    clock = [0.0]
-    monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    decode_in_turns = evaluation.decode_in_turns
+def clock(monkeypatch):
+    """The seconds so far: one for each result, as a stage reads the clock before each."""
+    clock = SimpleNamespace(now=0.0)
 
-    def turns(target, contenders, prompts, journal, over):
-        def ticking(measured):
-            clock[0] = float(measured)
-            return over(measured)
+    def read():
+        clock.now += 1
+        return clock.now
 
-        return decode_in_turns(target, contenders, prompts, journal, ticking)
+    monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=read))
+    return clock
 
-    monkeypatch.setattr(evaluation, "decode_in_turns", turns)
-    target_texts = evaluation.target_texts
 
-    def texts(*given):
-        clock[0] += 1
-        return target_texts(*given)
-
-    monkeypatch.setattr(evaluation, "target_texts", texts)
+@pytest.fixture
+def evaluated(key, letters, journal, clock):
+    """Evaluates so many prompts in so many seconds; the report."""
     target = dataclasses.replace(key.target, tokenizer=letters(VOCAB))
 
     def make(drafter, count, seconds, tuning=None, how=HOW):
@@ -128,38 +120,34 @@ def evaluated(key, letters, journal, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("count", "seconds", "timed"),
-    [
-        (20, None, 20),  # all are timed
-        (20, 15.0, 15),  # until time is over
-        (20, 0.0, 12),  # but never fewer than the fewest
-        (5, 0.0, 5),
-    ],
+    ("seconds", "lengths", "answered", "timed"),
+    [(None, 8, 40, 40), (120.0, 8, 28, 22), (50.0, 2, 12, 10), (40.0, 1, 12, 8), (0.0, 1, 12, 2)],
 )
-def test_prompts_are_timed_until_time_is_over(key, drafter, evaluated, count, seconds, timed):
-    report = evaluated(drafter(key.target.decoder, VOCAB), count, seconds)
-    draft = report.drafts["draft"]
-    assert draft.speedup.n == draft.lossless.prompts == timed
-    assert draft.alpha.n == count  # on all evaluation prompts
-    assert draft.lossless.identical == timed  # compared greedily, though tokens were sampled
-
-
-def test_where_time_is_short_fewer_prompts_are_evaluated(key, drafter, evaluated, monkeypatch):
+def test_all_stages_keep_the_time(
+    key, drafter, evaluated, clock, monkeypatch, seconds, lengths, answered, timed
+):
     monkeypatch.setattr(evaluation, "BATCH", 4)
-    report = evaluated(drafter(key.target.decoder, VOCAB), 20, 8.0)  # a quarter: two batches
+    tuning = [[39 - i, 3] for i in range(8)]
+    tuning = PromptSet("other", [Prompt(f"t{i}", prompt="x") for i in range(8)], tuning)
+    report = evaluated(drafter(key.target.decoder, VOCAB), 40, seconds, tuning)
     draft = report.drafts["draft"]
-    assert draft.alpha.n == draft.speedup.n == report.prompts.n == 8
+    assert draft.gamma_policy == f"fixed, fastest on {lengths} other prompts"
+    assert draft.alpha.n == report.prompts.n == answered
+    assert draft.speedup.n == draft.lossless.prompts == timed
+    assert draft.sampled_check.prompts == timed
+    assert draft.lossless.identical == timed  # compared greedily, though tokens were sampled
+    assert not seconds or clock.now <= 1.35 * seconds + 3
 
 
 def test_an_interrupted_evaluation_goes_on_with_its_prompts(key, drafter, evaluated, monkeypatch):
     monkeypatch.setattr(evaluation, "BATCH", 4)
     draft = drafter(key.target.decoder, VOCAB)
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "over_stock_generate", lambda *_: 1 / 0)
+        patch.setattr(evaluation, "decode_in_turns", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            evaluated(draft, 20, 8.0)
-    report = evaluated(draft, 20, 80.0)  # these seconds would be enough for all 20 prompts
-    assert report.drafts["draft"].alpha.n == report.prompts.n == 8
+            evaluated(draft, 40, 60.0)
+    report = evaluated(draft, 40, 600.0)  # these seconds would be enough for all 40 prompts
+    assert report.drafts["draft"].alpha.n == report.prompts.n < 40
 
 
 def test_outputs_of_one_token_have_a_report(key, drafter, evaluated):

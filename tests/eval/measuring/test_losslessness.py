@@ -7,6 +7,7 @@ import torch
 
 from eval.decoding.build import build_decoder
 from eval.decoding.loop import decode
+from eval.measuring import losslessness
 from eval.measuring.losslessness import LosslessCheck, tie
 from eval.measuring.output_check import Ledger
 from tests.eval.measuring.made_up import GREEDY, IDS, PROMPTS, SET, VOCAB, baselines
@@ -77,6 +78,17 @@ def test_a_tie_is_explained_only_when_fp32_agrees(target, own):
     found = LosslessCheck(tied, GREEDY, str)
     found.exact = Duplicated(target.decoder, 1e-3)
     assert Ledger(**found.ledger(own, LENGTH, SET, base, runs)).unexplained == 1
+
+
+def test_ties_that_time_does_not_check_are_left_out(target, own, monkeypatch):
+    monkeypatch.setattr(losslessness, "TIES_AT_ONCE", 1)
+    tied = dataclasses.replace(target, decoder=Duplicated(target.decoder, 1e-3))
+    base = baselines(tied)
+    runs = [dataclasses.replace(changed(run, 5), drafted=[1] * 19) for run in base]
+    runs[2] = changed(base[2], 5)  # a mismatch is never left out
+    checked = LosslessCheck(tied, GREEDY, str).ledger(own, LENGTH, SET, base, runs, lambda _: True)
+    ledger = Ledger(**checked)
+    assert (ledger.prompts, ledger.tie_divergences, ledger.unexplained) == (2, 1, 1)
 
 
 @pytest.mark.parametrize(
