@@ -339,7 +339,7 @@ def test_the_terminal_names_each_stage_and_shows_nothing_that_a_user_cannot_mend
     stages = re.findall(r"^\[ *(\d+):(\d\d)\] (.+)$", done.stdout, flags=re.MULTILINE)
     assert [name for *_, name in stages] == [
         "Check the pair, collect prompts",
-        "Generate the target's outputs",
+        "The target's outputs are generated",
         "Prepare the base draft",
         "Distil the draft",
         "Save the draft",
