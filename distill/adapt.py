@@ -229,7 +229,7 @@ def adapt(args: argparse.Namespace) -> int:
             recipe = training_recipe(args, served, rows, work)
             # texts of users stay in this folder: none is stored in the cache that all runs share
             (recipe.folder / TEACHER).mkdir(parents=True)
-            train.run(recipe)
+            train.run(recipe, measured=not args.gate)
             status, reason = gated(
                 args, recipe, served, home / "reports" / name, home / "drafts" / name
             )

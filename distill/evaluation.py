@@ -35,22 +35,24 @@ from eval.reporting.files import write_report
 
 
 def evaluate(
-    recipe: Recipe, pair: Pair, prompts: Prompts, load: Callable[[], Target], clock: Clock
+    recipe: Recipe, pair: Pair, prompts: Prompts, load: Callable[[], Target] | None, clock: Clock
 ) -> Report | None:
     """Write and return the report (`report/`), with `provenance.json` and the draft's model card.
 
-    load: returns the target. With `answers: server` the report compares `speculative_url` with
-    `answer_url`; without `speculative_url` the result is None. Raises ServerError for a server that
-    cannot be measured. If a server fails midway, the report of the measured prompts is written.
+    load: returns the target; None: nothing is measured, and the result is None. With `answers:
+    server` the report compares `speculative_url` with `answer_url`; without `speculative_url` the
+    result is None. Raises ServerError for a server that cannot be measured. If a server fails
+    midway, the report of the measured prompts is written.
     """
     folder = recipe.folder
     for path in weight_files(folder / "draft"):  # not measured if there is a trimmed checkpoint
         with opened_weights(path):  # compares header and file size
             pass
     made_by = provenance(recipe, prompts, clock.seconds())
-    if recipe.served:
+    report = None
+    if load is not None and recipe.served:
         report = _measured_served(recipe, prompts, made_by)
-    else:
+    elif load is not None:
         report = _measured_here(recipe, pair, prompts, load(), clock, made_by)
     write_json(folder / "provenance.json", made_by)
     if report is None:

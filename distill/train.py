@@ -43,8 +43,11 @@ from eval.reporting.text import print_summary
 COVERED = 256  # number of outputs from which `coverage_curve` is computed
 
 
-def run(recipe: Recipe) -> int:
-    """Check the recipe, then do the run or its dry run. Returns an exit status."""
+def run(recipe: Recipe, measured: bool = True) -> int:
+    """Check the recipe, then do the run or its dry run. Returns an exit status.
+
+    measured: whether the drafts are measured at the end.
+    """
     timeout = float(recipe.training.get("ddp_timeout", WAIT))
     use_machine(join_processes(recipe.training.get("use_cpu", False), timeout))
     for folder in (recipe.folder, cache_folder() / "teacher"):
@@ -55,10 +58,10 @@ def run(recipe: Recipe) -> int:
         return dry_run(recipe)
     refuse_another_run(recipe)
     with Clock(recipe.folder, recipe.minutes) as clock:
-        return run_stages(recipe, clock)
+        return run_stages(recipe, clock, measured)
 
 
-def run_stages(recipe: Recipe, clock: Clock) -> int:
+def run_stages(recipe: Recipe, clock: Clock, measured: bool) -> int:
     """All stages of a run; returns an exit status. Each stage resumes an interrupted run."""
     main_process = PartialState().is_main_process
     clock.stage("Check the pair, collect prompts")
@@ -105,7 +108,7 @@ def run_stages(recipe: Recipe, clock: Clock) -> int:
     if not main_process:
         return 0
     clock.stage("Measure the drafts")
-    report = evaluate(recipe, pair, prompts, load_target, clock)
+    report = evaluate(recipe, pair, prompts, load_target if measured else None, clock)
     delete_training_state(recipe.folder)
     clock.stage("Done")
     if report is not None:
