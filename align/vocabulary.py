@@ -172,7 +172,7 @@ def mask_token(vocabulary: Vocabulary) -> int:
             return int(token["id"])
     raise UserError(
         f"The vocabulary of {vocabulary.spec} has no entry that no text uses, and a draft of "
-        "kind pard needs one for its mask; use another drafter."
+        "kind pard or dflash needs one for its mask; use another drafter."
     )
 
 

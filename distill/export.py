@@ -1,8 +1,8 @@
 """The distilled draft as engines load it.
 
-A language model is written as a full-vocabulary checkpoint. EAGLE-3 and Medusa drafts are written
-in the formats of engines, where a head may be trimmed. Legend: V the target's vocabulary, H hidden
-size, N states.
+A language model is written as a full-vocabulary checkpoint. EAGLE-3, Medusa and DFlash drafts are
+written in the formats of engines, where a head may be trimmed. Legend: V the target's vocabulary, H
+hidden size, N states.
 """
 
 from __future__ import annotations

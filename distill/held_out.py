@@ -68,8 +68,8 @@ class Measurement:
     def draft_acceptance_rate(self) -> float:
         """The acceptance rate of all draft tokens that are trained, each after the right tokens.
 
-        The weights with the highest rate are the best, because later tokens of pard, eagle3 and
-        medusa still improve when the first does not. Other kinds train the first token alone.
+        The weights with the highest rate are the best, because later tokens of pard, eagle3, medusa
+        and dflash still improve when the first does not. Other kinds train the first token alone.
         """
         return sum(self.draft_accepted) / sum(self.draft_tokens)
 

@@ -73,13 +73,22 @@ class Pair:
         Pages that are read stay in memory. The check of the embedding's hash reads all pages, so
         call this again for an embedding that stays.
         """
+        embedding = self._target_tensor("embed_tokens.weight", dtype)
+        assert embedding is not None  # all families of PRUNABLE have this tensor
+        return embedding
+
+    def target_head(self, dtype: torch.dtype) -> Tensor:
+        """The target's LM head [V, H], like its embedding, which is also its head if it is tied."""
+        head = self._target_tensor("lm_head.weight", dtype)
+        return self.target_embedding(dtype) if head is None else head
+
+    def _target_tensor(self, ending: str, dtype: torch.dtype) -> Tensor | None:
         for path in weight_files(resolve_checkpoint(self.target.spec)):
             with opened_weights(path) as file:
-                names = [n for n in file.keys() if n.endswith("embed_tokens.weight")]  # noqa: SIM118
+                names = [n for n in file.keys() if n.endswith(ending)]  # noqa: SIM118
                 if names:
-                    embedding: Tensor = file.get_tensor(names[0])
-                    return embedding.to(dtype)
-        raise AssertionError(f"{self.target.spec}: all families of PRUNABLE have this tensor")
+                    return file.get_tensor(names[0]).to(dtype)
+        return None
 
 
 def check_models(recipe: Recipe) -> Pair:
@@ -108,7 +117,7 @@ def check_models(recipe: Recipe) -> Pair:
     strategy = choose_strategy(verdict, recipe.strategy, tuned=True)
     print(f"vocabulary: relation {verdict.relation}, mapping {strategy}")
     vocab_map = build_map(target, draft) if strategy in ("remap", "transplant") else None
-    mask = mask_token(target) if recipe.kind.added_modules else None
+    mask = mask_token(target) if recipe.kind.has_mask and published is None else None
     if recipe.cache_top_k > target.vocab_size:
         raise UserError(
             f"cache_top_k {recipe.cache_top_k} is more than the {target.vocab_size} tokens of the "

@@ -5,6 +5,7 @@ Legend: V the target's vocabulary.
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -93,14 +94,13 @@ def read_prepared(recipe: Recipe, pair: Pair) -> Draft:
     """The base draft: the sibling, or the draft that `prepare_draft` has written."""
     if recipe.sibling is not None:
         return _sibling(recipe, pair)
-    folder = recipe.folder / "prepared"
-    embedding = pair.target_embedding(getattr(torch, recipe.dtype))
-    head = folder / FULL_HEAD
+    folder, dtype = recipe.folder / "prepared", getattr(torch, recipe.dtype)
     full = None
-    if head.exists():
-        with opened_weights(head) as file:
+    if (folder / FULL_HEAD).exists():
+        with opened_weights(folder / FULL_HEAD) as file:
             full = file.get_tensor("full_head")
-    return recipe.kind.load(folder, embedding)._replace(full_head=full)
+    embedding, head = pair.target_embedding(dtype), functools.partial(pair.target_head, dtype)
+    return recipe.kind.load(folder, embedding, head)._replace(full_head=full)
 
 
 def _sibling(recipe: Recipe, pair: Pair) -> Draft:

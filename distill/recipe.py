@@ -78,7 +78,7 @@ class Recipe:
     max_train_prompts: Count = _key("most training prompts; the seed draws them", 2000)
     max_eval_prompts: Count | None = _key("most evaluation prompts; null: all", None)
     strategy: Strategy = _key("vocabulary mapping; auto: the one that fits the pair", "auto")
-    num_draft_layers: Count = _key("the target's first layers that a pruned draft keeps", 2)
+    num_draft_layers: Count = _key("layers of a pruned draft (the target's first) or of DFlash", 2)
     draft_vocab_size: Count | None = _key("entries of the draft's LM head; null: all", None)
     fit_tokens: Count = _key("output tokens for the least-squares initialisation", 20_000)
     device_map: Literal["auto"] | None = _key("auto: the target's layers over all GPUs", None)

@@ -457,7 +457,8 @@ def build_trainer(
     if embedding is not None and not tied and not new_entries:
         embedding.weight.requires_grad_(False)
         # it is read from its source again; it would be most of a small draft's checkpoint
-        model._keys_to_ignore_on_save = {f"{names[embedding]}.weight"}
+        frozen = [part for part in (embedding, head) if not part.weight.requires_grad]
+        model._keys_to_ignore_on_save = {f"{names[part]}.weight" for part in frozen}
     adapters = None
     if recipe.use_peft:
         adapters = lora_config(recipe.lora_r, recipe.lora_alpha)

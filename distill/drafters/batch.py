@@ -45,10 +45,11 @@ class TrainingBatch(NamedTuple):
 class HeadInput(NamedTuple):
     """Inputs of the draft's LM head for all M draft tokens that a batch trains.
 
-    states: [M, H], the first N for the first token of a draft at each position. learned: the number
-    of the position (0 to N - 1) whose distribution each token learns [M]. weight: the factor on the
-    sum of the M losses. All states are one input of one head, because each product with a head
-    keeps a gradient as large as the head until the backward pass.
+    states: [M, H]. For a model that is not in training mode, the first N are for the first token of
+    a draft at each position. learned: the number of the position (0 to N - 1) whose distribution
+    each token learns [M]. weight: the factor on the sum of the M losses. All states are one input
+    of one head, because each product with a head keeps a gradient as large as the head until the
+    backward pass.
     """
 
     states: Tensor

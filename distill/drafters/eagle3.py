@@ -11,7 +11,7 @@ head.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,14 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 from align.sources import load_config, read_json
 from distill.drafters.batch import HeadInput, TrainingBatch
 from distill.drafters.compact import target_id_maps, write_compact
-from distill.drafters.initialisation import FrozenEmbedding, least_squares
+from distill.drafters.initialisation import (
+    least_squares,
+    scaled,
+    shape_of,
+    to_train,
+    undivided,
+    usual_sizes,
+)
 from distill.drafters.kind import Draft, DraftKind, Origin
 from distill.teacher.states import read_states
 from eval.decoding.drafters import eagle3
@@ -68,8 +75,7 @@ class Eagle3(DraftKind):
             for name, weight in model.state_dict().items()
             if name != EMBEDDING
         }
-        fc = tensors["fc.weight"].unflatten(1, (len(layers), -1)) / sizes[:, None]
-        tensors["fc.weight"] = fc.flatten(1)
+        tensors["fc.weight"] = undivided(model)
         rows = len(tensors["lm_head.weight"])
         shape = model.config.to_dict()
         before = {"norm_before_residual": shape.pop("norm_before_residual", False)}
@@ -88,7 +94,7 @@ class Eagle3(DraftKind):
         about_sizes = {"layers": layers, "sizes": sizes.tolist()}
         write_compact(folder, self.name, tensors, embedding, **about_sizes)
 
-    def load(self, folder: Path, embedding: Tensor) -> Draft:
+    def load(self, folder: Path, embedding: Tensor, head: Callable[[], Tensor]) -> Draft:
         model, token_ids = eagle3.load_eagle3(folder, embedding)
         sizes = read_json(folder / "compact.json")["sizes"]
         return Draft(to_train(model, torch.tensor(sizes), embedding), token_ids)
@@ -136,16 +142,7 @@ def _as_speculators(
 
 def layer_config(target: PreTrainedConfig) -> LlamaConfig:
     """A Llama of one layer in the target's shape."""
-    kept = (
-        *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
-        *("num_key_value_heads", "rms_norm_eps", "rope_parameters", "max_position_embeddings"),
-    )
-    config = LlamaConfig(
-        **{key: getattr(target, key) for key in kept},
-        head_dim=getattr(target, "head_dim", None),
-        num_hidden_layers=1,
-        tie_word_embeddings=False,
-    )
+    config = LlamaConfig(**shape_of(target), num_hidden_layers=1)
     config.norm_before_residual = False  # of the states, as in EAGLE's own code
     return config
 
@@ -174,34 +171,6 @@ def from_target(target: PreTrainedModel, layers: Sequence[int], head: Tensor) ->
     model.lm_head.weight.copy_(head)
     body.rotary_emb = type(body.rotary_emb)(config).to(embedding.device)
     return model.eval()
-
-
-def to_train(model: Any, sizes: Tensor, embedding: Tensor) -> LlamaForCausalLM:
-    """The model in fp32 with the target's frozen embedding, which divides states by `sizes` [L]."""
-    model = model.float()
-    model.set_input_embeddings(FrozenEmbedding(embedding))
-    divide_states(model, sizes)
-    trained: LlamaForCausalLM = model
-    return trained
-
-
-def usual_sizes(origin: Origin) -> Tensor:
-    """The root mean square of each layer's states in the texts [L]; ones without states."""
-    if origin.states is None:
-        return torch.ones(len(origin.layers))
-    return torch.cat(list(map(origin.states, origin.texts))).float().pow(2).mean((0, 2)).sqrt()
-
-
-@torch.no_grad()
-def divide_states(model: Any, sizes: Tensor) -> None:
-    """Keep each layer's size [L] in the model for `scaled`; multiply the columns of `fc` by it.
-
-    The output of `fc` on scaled states is what it was on the plain ones. Without scaling, layers
-    with larger states would learn faster.
-    """
-    fc = model.model.fc.weight
-    model.register_buffer("sizes", sizes.to(fc), persistent=False)
-    fc.mul_(model.sizes.repeat_interleave(fc.shape[1] // len(sizes)))
 
 
 def fit(model: LlamaForCausalLM, origin: Origin) -> None:
@@ -250,11 +219,6 @@ def _fitted_states(
             max(0, len(text.prompt_ids) - 2), None
         )  # no input predicts the first token
         yield before[0, response], attended[0, response], goal[response]
-
-
-def scaled(model: PreTrainedModel, states: Tensor) -> Tensor:
-    """The target's states [B, T, L, H], each layer divided by its size [B, T, L * H]."""
-    return (states.float() / model.get_buffer("sizes")[:, None]).flatten(2)
 
 
 class DraftAttention:

@@ -1,14 +1,20 @@
-"""For drafts that are made from the target: a frozen embedding and the least-squares fit.
+"""For drafts that are made from the target: shape, frozen embedding, scaled hidden states, and the
+least-squares fit.
 
-Legend: N rows of a fit, I inputs and O outputs of a matrix.
+Legend: N rows of a fit, I inputs and O outputs of a matrix, B rows, T tokens, L layers read, H
+hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from distill.drafters.kind import Origin
 
 RIDGE = 1e-4  # relative to the mean diagonal; only for a well-conditioned solve
 
@@ -45,3 +51,53 @@ def least_squares(pieces: Iterable[tuple[Tensor, Tensor]], ridge: float = RIDGE)
     gram, cross = gram.cpu(), cross.cpu()
     scaled = ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
     return torch.linalg.solve(gram + scaled, cross).T.float()
+
+
+def shape_of(target: PreTrainedConfig) -> dict[str, Any]:
+    """The keys of a config for layers in the target's shape, with an untied head."""
+    kept = (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
+        *("num_key_value_heads", "rms_norm_eps", "rope_parameters", "max_position_embeddings"),
+    )
+    text: Any = target
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    shape = {key: getattr(text, key) for key in kept}
+    return {**shape, "head_dim": size, "tie_word_embeddings": False}
+
+
+def to_train(model: Any, sizes: Tensor, embedding: Tensor) -> Any:
+    """The model in fp32 with the target's frozen embedding, which divides states by `sizes` [L]."""
+    model = model.float()
+    model.set_input_embeddings(FrozenEmbedding(embedding))
+    divide_states(model, sizes)
+    return model
+
+
+def usual_sizes(origin: Origin) -> Tensor:
+    """The root mean square of each layer's states in the texts [L]; ones without texts."""
+    if origin.states is None:
+        return torch.ones(len(origin.layers))
+    return torch.cat(list(map(origin.states, origin.texts))).float().pow(2).mean((0, 2)).sqrt()
+
+
+@torch.no_grad()
+def divide_states(model: Any, sizes: Tensor) -> None:
+    """Keep each layer's size [L] in the model for `scaled`; multiply the columns of `fc` by it.
+
+    The output of `fc` on scaled states is what it was on the plain ones. Without scaling, layers
+    with larger states would learn faster.
+    """
+    fc = model.model.fc.weight
+    model.register_buffer("sizes", sizes.to(fc), persistent=False)
+    fc.mul_(model.sizes.repeat_interleave(fc.shape[1] // len(sizes)))
+
+
+def undivided(model: Any) -> Tensor:
+    """The weight of `fc` for the plain states [H, L * H]."""
+    fc: Tensor = model.model.fc.weight.detach()
+    return (fc.unflatten(1, (len(model.sizes), -1)) / model.sizes[:, None]).flatten(1)
+
+
+def scaled(model: PreTrainedModel, states: Tensor) -> Tensor:
+    """The target's states [B, T, L, H], each layer divided by its size [B, T, L * H]."""
+    return (states.float() / model.get_buffer("sizes")[:, None]).flatten(2)

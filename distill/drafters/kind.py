@@ -71,14 +71,15 @@ class DraftKind:
     `Pruned`. made_from: what a draft can be made from. language_model: whether the draft is a
     causal LM, which may have adapters, another tokenizer, a GGUF file; if it is made from the
     target, it keeps the first num_draft_layers layers. fitted_weights: beginnings of the names of
-    least-squares-initialised weights, which need a lower learning rate. added_modules: names of the
-    modules that are added to a language model and are trained in full with LoRA, too. Only PARD has
-    one, its mask; models.py looks for a mask token if a kind has any.
+    least-squares-initialised weights, which need a lower learning rate. has_mask: whether the draft
+    reads a token that occurs in no text (`Origin.mask`). added_modules: names of the modules that
+    are added to a language model and are trained in full with LoRA, too.
     """
 
     made_from: tuple[Literal["target", "sibling"], ...] = ("target",)
     language_model = False
     fitted_weights: tuple[str, ...] = ()
+    has_mask = False
     added_modules: tuple[str, ...] = ()
 
     @property
@@ -116,10 +117,11 @@ class DraftKind:
         """
         raise NotImplementedError
 
-    def load(self, folder: Path, embedding: Tensor) -> Draft:
+    def load(self, folder: Path, embedding: Tensor, head: Callable[[], Tensor]) -> Draft:
         """The draft that `save` wrote, ready to be trained on the target's embedding.
 
-        Raises UserError if it was made for another target.
+        head: returns the target's LM head [V, H]. Raises UserError if the draft was made for
+        another target.
         """
         raise NotImplementedError
 

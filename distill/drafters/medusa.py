@@ -14,7 +14,7 @@ Legend: N response positions, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ class Medusa(DraftKind):
         draft.model.config.save_pretrained(folder)
         write_compact(folder, self.name, tensors, embedding)
 
-    def load(self, folder: Path, embedding: Tensor) -> Draft:
+    def load(self, folder: Path, embedding: Tensor, head: Callable[[], Tensor]) -> Draft:
         return Draft(*load_heads(folder, embedding))
 
     def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:

@@ -29,6 +29,7 @@ DEEPER = 0.6  # probability that an anchor with masks to some depth has one more
 
 class Pard(Pruned):
     made_from = ("target", "sibling")
+    has_mask = True
     added_modules = (MASK,)
 
     def initialise(self, origin: Origin) -> Draft:

@@ -6,7 +6,7 @@ Legend: H hidden size, K entries of the draft's head, N response positions of a 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ class Pruned(DraftKind):
         draft.model.config.save_pretrained(folder)
         write_compact(folder, self.name, tensors, embedding)
 
-    def load(self, folder: Path, embedding: Tensor) -> Draft:
+    def load(self, folder: Path, embedding: Tensor, head: Callable[[], Tensor]) -> Draft:
         model, token_ids = load_compact(folder, embedding)
         model.set_input_embeddings(FrozenEmbedding(embedding))
         return Draft(model, token_ids)

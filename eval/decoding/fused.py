@@ -53,7 +53,7 @@ class _Kind(NamedTuple):
     rotary: str | None
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """What the layers of a kind share in one forward.
 
     cos, sin: rotary angles of the new positions. write: puts keys or values [B, key heads, T, D]
@@ -220,7 +220,7 @@ class FusedDecoder:
             x = x * self.embedding_scale
 
         @functools.cache
-        def step_of(kind: _Kind) -> _Step:
+        def step_of(kind: _Kind) -> Step:
             return self._step(rows, width, start, cache.slots, kind, length)
 
         for number, (layer, keys, values, kind) in enumerate(
@@ -242,7 +242,7 @@ class FusedDecoder:
         return logits if self.logits_scale == 1 else logits * self.logits_scale
 
     def _through_layer(
-        self, layer: _Layer, h: Tensor, x: Tensor, keys: Tensor, values: Tensor, step: _Step
+        self, layer: _Layer, h: Tensor, x: Tensor, keys: Tensor, values: Tensor, step: Step
     ) -> Tensor:
         """The hidden states x [B, T, H] after a layer. h: the input of the q/k/v product."""
         rows, width = h.shape[:2]
@@ -274,7 +274,7 @@ class FusedDecoder:
         slots: int,
         kind: _Kind,
         length: int | None = None,
-    ) -> _Step:
+    ) -> Step:
         (cos, sin), device = self.angles[kind], kind.device
         if isinstance(start, int):
             new = slice(start, start + width)
@@ -292,14 +292,14 @@ class FusedDecoder:
             def write(held: Tensor, values: Tensor) -> None:
                 held[row_index, :, positions] = values.transpose(1, 2)
 
-        def grouped(attention: Any, length: int, mask: Tensor | None) -> _Step:
+        def grouped(attention: Any, length: int, mask: Tensor | None) -> Step:
             def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
                 # query heads that share a key head become query positions, so keys are not repeated
                 folded = q.reshape(rows, self.key_heads, self.group * width, self.head_size)
                 h = attention(folded, keys[:, :, :length], values[:, :, :length], mask)
                 return h.reshape(rows, self.heads, width, self.head_size).transpose(1, 2)
 
-            return _Step(cos, sin, write, attend)
+            return Step(cos, sin, write, attend)
 
         if length is not None:
             mask = causal_bias(first, width, length, self.dtype, kind.window)
@@ -319,7 +319,7 @@ class FusedDecoder:
         mask = causal_bias(first, width, length, self.dtype, kind.window)
         if rows == 1 and 1 < width <= cpu_bits.WIDEST and on_cpu:
             block = cpu_bits.BlockAttention(mask, end - width, slots, self.group, self.together)
-            return _Step(cos, sin, write, block)
+            return Step(cos, sin, write, block)
         mask = mask.repeat(1, self.group, 1)[:, None]
         if many:
             mask = mask.expand(rows, self.key_heads, -1, -1).flatten(0, 1)

@@ -85,7 +85,8 @@ def decode(
     # 2. The drafter reads the text so far.
     session = None
     if drafter is not None:
-        text = Text([*ids, first], slots, decoding.draft_sampling, generator, states)
+        sampling = decoding.draft_sampling
+        text = Text([*ids, first], slots, sampling, generator, states, draft_length)
         session = drafter.start(text)
 
     while run.tokens[-1] not in decoding.stops and len(run.tokens) < decoding.max_new_tokens:

@@ -25,12 +25,15 @@ from align.sources import (
     load_config,
     load_model,
     load_tokenizer,
+    opened_weights,
     read_json,
     resolve_checkpoint,
     weight_files,
 )
 from align.transplant import resized
 from align.vocabulary import read_vocabulary
+from eval.decoding.drafters.dflash import ARCHITECTURE
+from eval.decoding.drafters.formats import published_format
 from eval.decoding.drafters.lookup import LOOKUP
 from eval.decoding.verification import SampleMethod
 from eval.engines.engine_server import Servers
@@ -94,11 +97,11 @@ def speculation(
     """The arguments with which a vLLM server drafts `gamma` tokens in each speculation step.
 
     draft: a causal LM, a folder in the format of speculators (its config names the method), an
-    EAGLE-3 draft, Medusa heads, or a key of METHODS. folder: where the draft is now, if `draft` is
-    a later path. own_ids: whether the draft has other token ids than the target; vLLM then maps
-    them. draft_sample_method: None if decoding is greedy. Not for own_ids, n-grams and Medusa
-    heads, with which vLLM 0.32 always drafts greedily. Raises ServerError for a draft that vLLM
-    cannot load.
+    EAGLE-3 or DFlash draft, Medusa heads, or a key of METHODS. folder: where the draft is now, if
+    `draft` is a later path. own_ids: whether the draft has other token ids than the target; vLLM
+    then maps them. draft_sample_method: None if decoding is greedy. Not for own_ids, n-grams and
+    Medusa heads, with which vLLM 0.32 always drafts greedily. Raises ServerError for a draft that
+    vLLM cannot load.
     """
     config: dict[str, Any] = {"num_speculative_tokens": gamma}
     if own := METHODS.get(str(draft)):
@@ -108,8 +111,11 @@ def speculation(
     path = (folder or Path(draft)) / "config.json"
     about = read_json(path) if path.is_file() else {}
     method = about.get("speculators_model_type", "draft_model")
-    if any("Eagle3" in name for name in about.get("architectures") or ()):
+    names = about.get("architectures") or ()
+    if any("Eagle3" in name for name in names):
         method = "eagle3"  # in either layout
+    if ARCHITECTURE in names:
+        method = "dflash"
     if about.get("model_type") == "medusa":
         method, rows = "medusa", about.get("vocab_size", 0)
         if (kept := about.get("truncated_vocab_size", rows)) < rows:
@@ -145,7 +151,7 @@ def loadable_draft(
     folder = resolve_checkpoint(draft, quantised=True)
     about, rows = read_json(folder / "config.json"), config.get_text_config().vocab_size
     plain = about.get("model_type") in CONFIG_MAPPING and "quantization_config" not in about
-    if not plain or "Eagle3" in str(about) or not any(folder.glob("tokenizer*")):
+    if not plain or published_format(folder) or not any(folder.glob("tokenizer*")):
         return folder, False
     vocabulary = read_vocabulary(draft)
     strategy = compare(read_vocabulary(str(target)), vocabulary).strategy
@@ -197,6 +203,13 @@ class VllmServers(Servers):
         self.arguments += ["--no-enable-prefix-caching", *(on_gpus or ["--enforce-eager"])]
         self.arguments += arguments
         self.device = torch.device("cuda" if on_gpus else "cpu")
+        for draft, (folder, _) in self.loadable.items() if not on_gpus else ():
+            if isinstance(folder, Path) and has_several_k_norms(folder):
+                self.unreadable[draft] = (
+                    f"{draft} has another k_norm in each layer, and vLLM {VLLM} on a CPU uses the "
+                    "first layer's in all layers, so it would accept fewer tokens than on a GPU; "
+                    "measure it on a GPU, or here without --engine."
+                )
 
     def serve(
         self, draft: str, gamma: int, draft_sample_method: SampleMethod | None
@@ -206,6 +219,19 @@ class VllmServers(Servers):
         if draft:
             drafting = speculation(folder, gamma, None, own_ids, draft_sample_method)
         return serve_vllm(self.path, *drafting, *self.arguments)
+
+
+def has_several_k_norms(folder: Path) -> bool:
+    """Whether the folder has a DFlash draft whose layers have different k_norms."""
+    form = published_format(folder)
+    if form is None or form.name != "dflash":
+        return False
+    norms = []
+    for path in weight_files(folder):
+        with opened_weights(path) as file:
+            names = [name for name in file.keys() if name.endswith("k_norm.weight")]  # noqa: SIM118
+            norms += [file.get_tensor(name) for name in names]
+    return any(not torch.equal(norm, norms[0]) for norm in norms)
 
 
 def gpu_arguments(target: Path, drafts: Sequence[Path] = ()) -> list[str]:

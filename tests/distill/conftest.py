@@ -41,6 +41,8 @@ RUNS = {
     "eagle3 bf16": TRIMMED | {"drafter": "eagle3", "dtype": "bfloat16"},  # drafts in eight bits
     "medusa": TRIMMED | {"drafter": "medusa", "max_gamma": 3},
     "whole medusa": ONE_LAYER | {"drafter": "medusa", "max_steps": 5},  # to be tuned further
+    "dflash": ONE_LAYER | PARD | {"drafter": "dflash", "num_draft_layers": 2},
+    "dflash trimmed bf16": TRIMMED | PARD | {"drafter": "dflash", "dtype": "bfloat16"},
     "pard sibling": {"draft": "target"} | PARD,
     "pard lora": {"draft": "target"} | PARD | LORA,
     "pard pruned": ONE_LAYER | PARD,

@@ -73,17 +73,29 @@ def refuse_other_target(
             )
 
 
+def refuse_other_embedding(folder: Path, own: Tensor | None, embedding: Tensor) -> None:
+    """Raise UserError if a published draft has an embedding `own` that is not the target's."""
+    if own is not None and not torch.equal(own.to(embedding.dtype), embedding):
+        raise UserError(
+            f"{folder} has another input embedding than this target; name the target of the "
+            "draft, or measure the draft in vLLM (eval.run --engine vllm)."
+        )
+
+
 def read_token_ids(folder: Path, tensors: dict[str, Tensor]) -> Tensor | None:
     """The target id of each entry of the head [K]; None for a head over all ids.
 
-    d2t and t2d are removed from `tensors`. Raises UserError if they disagree.
+    d2t and t2d are removed from `tensors`. A draft need not have t2d. Raises UserError if they
+    disagree.
     """
     if "d2t" not in tensors:
         return None
     d2t = tensors.pop("d2t").long()
     token_ids = d2t + torch.arange(len(d2t), device=d2t.device)
-    named = tensors.pop("t2d").nonzero()[:, 0]
-    if not torch.equal(named, token_ids.sort().values):
+    has_entry = tensors.pop("t2d", None)
+    if has_entry is not None and not torch.equal(
+        has_entry.nonzero()[:, 0], token_ids.sort().values
+    ):
         raise UserError(
             f"TOK-015: d2t and t2d of {folder} name different ids, so wrong tokens would be "
             "drafted; fetch or train the draft again."

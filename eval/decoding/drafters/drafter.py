@@ -45,6 +45,7 @@ class Text(NamedTuple):
 
     ids: target ids. slots: the most tokens that the text may grow to. generator: of the random
     numbers for drafts. states: the target's hidden states [1, T, H] at all tokens except the last.
+    draft_length: the most tokens that a step drafts.
     """
 
     ids: list[int]
@@ -52,6 +53,7 @@ class Text(NamedTuple):
     sampling: Sampling
     generator: torch.Generator
     states: HiddenStates
+    draft_length: int
 
 
 class Session(ABC):

@@ -28,6 +28,7 @@ from eval.decoding.drafters.compact import (
     check_compact,
     fill,
     read_token_ids,
+    refuse_other_embedding,
     refuse_other_target,
     weights_of,
 )
@@ -162,11 +163,7 @@ def load_eagle3(
     else:
         FORMAT.check_config(folder, target)
         layers = target_layers(target.to_dict(), about)
-        if published is not None and not torch.equal(published.to(embedding.dtype), embedding):
-            raise UserError(
-                f"{folder} has another input embedding than this target; name the target of the "
-                "draft, or measure the draft in vLLM (eval.run --engine vllm)."
-            )
+        refuse_other_embedding(folder, published, embedding)
     config: Any = LlamaConfig(**about.get("transformer_layer_config", about))
     config.norm_before_residual = about.get("norm_before_residual", "speculators_version" in about)
     config.as_eagle = in_own_layout(about)

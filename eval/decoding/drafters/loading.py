@@ -19,8 +19,8 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
     """The drafter of a spec.
 
     spec: `prompt-lookup`; `lookup-first:SPEC`; a folder with compact.json or with a
-    trimmed-vocabulary checkpoint in compact/; a published EAGLE-3 draft or Medusa heads; or any
-    other model, whose vocabulary is mapped by `strategy` (align/check.py). If the
+    trimmed-vocabulary checkpoint in compact/; a published EAGLE-3 or DFlash draft or Medusa heads;
+    or any other model, whose vocabulary is mapped by `strategy` (align/check.py). If the
     trimmed-vocabulary checkpoint was made for another target (for example, another quantisation),
     the full-vocabulary checkpoint is loaded.
     Raises UserError if the draft cannot draft for the target without loss.

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from align.sources import read_json
 from distill.drafters import eagle3
+from distill.drafters.initialisation import divide_states
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
 from eval.decoding.drafters.drafter import Text
@@ -56,14 +57,14 @@ def test_steps_of_a_draft_are_those_of_its_session(
     """What training makes of the later steps is what decoding does with them."""
     ids = torch.arange(0, VOCAB, 2)
     model = random_draft("eagle3", ids, LAYERS)
-    eagle3.divide_states(model, torch.tensor([0.5, 3.0]))
+    divide_states(model, torch.tensor([0.5, 3.0]))
     model.config.norm_before_residual = norm_before_residual
     given = copy.deepcopy(model)
-    eagle3.divide_states(given, 1 / given.sizes)
+    divide_states(given, 1 / given.sizes)
     draft, gamma, seen = FORMAT.drafter(given, ids, target), 3, set()
     for end in range(4, len(TEXT)):
         known = states(TEXT[: end - 1], LAYERS)
-        so_far = Text(TEXT[:end], 64, Sampling(), torch.Generator(), known)
+        so_far = Text(TEXT[:end], 64, Sampling(), torch.Generator(), known, 3)
         got = draft.start(so_far).propose(gamma).tokens.tolist()
         read = torch.stack([known[k] for k in LAYERS], 2)
         read = torch.nn.functional.pad(read, (0, 0, 0, 0, 0, gamma))

@@ -113,12 +113,12 @@ def test_heads_deeper_than_every_output_are_not_fitted(length):
 def test_heads_are_read_as_they_were_saved_and_by_no_other_target(tmp_path):
     model, embedding = heads(), torch.randn(VOCAB, SIZE)
     medusa.KIND.save(tmp_path, Draft(model, KEPT), embedding, "a target")
-    found, ids, *_ = medusa.KIND.load(tmp_path, embedding)
+    found, ids, *_ = medusa.KIND.load(tmp_path, embedding, None)
     assert torch.equal(ids, KEPT)
     for name, tensor in model.state_dict().items():
         assert torch.equal(found.state_dict()[name], tensor)
     with pytest.raises(ValueError, match="was made for another target"):
-        medusa.KIND.load(tmp_path, embedding + 1)
+        medusa.KIND.load(tmp_path, embedding + 1, None)
 
 
 def test_the_export_has_the_names_that_engines_load(finished):

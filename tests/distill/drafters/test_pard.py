@@ -47,7 +47,7 @@ def test_a_run_ends_in_a_folder_that_drafts_at_once(finished, name):
     assert (drafter.mask, drafter.most) == (TOKENS, 3)
     # what our own form drafts, the full form does in a plain pass over text and masks
     text = [5, 7, 9, 11, 3, 250, 8]
-    session = drafter.start(Text(text, 60, Sampling(), torch.Generator(), {}))
+    session = drafter.start(Text(text, 60, Sampling(), torch.Generator(), {}, 3))
     with torch.no_grad():
         logits = plain(torch.tensor([[*text, TOKENS, TOKENS]])).logits[0, -3:]
     assert session.propose(3).tokens.tolist() == logits.argmax(-1).tolist()

@@ -1,4 +1,4 @@
-"""Drafts that others published, tuned further: EAGLE-3 in both layouts, Medusa heads."""
+"""Drafts that others published, tuned further: EAGLE-3 in both layouts, Medusa heads, DFlash."""
 
 import json
 import shutil
@@ -11,11 +11,13 @@ from align.errors import UserError
 from align.sources import load_model, read_json
 from distill.models import with_published_kind
 from distill.train import run
-from eval.decoding.drafters import eagle3, medusa
+from eval.decoding.drafters import dflash, eagle3, medusa
 from eval.decoding.forward import input_embedding
 from eval.reporting.fields import read_report
 
-KIND_OF = {"speculators": "eagle3", "eagle": "eagle3", "medusa": "medusa"}  # by layout
+# by layout
+KIND_OF = {"speculators": "eagle3", "eagle": "eagle3", "medusa": "medusa", "z-lab": "dflash"}
+TARGET_OF = {"z-lab": "roomy"}  # which has a vocabulary entry for the mask
 
 
 def publish(draft, folder, layout):
@@ -41,7 +43,7 @@ def published(finished, tmp_path_factory):
     """Folders by layout, and the alpha that each draft was left with."""
     root, alphas = tmp_path_factory.mktemp("published"), {}
     for layout, kind in KIND_OF.items():
-        made = finished("whole medusa" if kind == "medusa" else "eagle3").folder
+        made = finished("whole medusa" if kind == "medusa" else kind).folder
         publish(made / "draft", root / layout, layout)
         alphas[layout] = read_report(made / "report" / "report.json").drafts["tuned"].alpha
     return root, alphas
@@ -49,9 +51,12 @@ def published(finished, tmp_path_factory):
 
 @pytest.mark.real
 @pytest.mark.parametrize("layout", KIND_OF)
-def test_it_starts_as_it_was_is_tuned_and_leaves_in_its_layout(job, published, tmp_path, layout):
-    root, alphas = published
-    recipe = job(tmp_path / "run", draft=str(root / layout), max_steps=60, logging_steps=10)
+def test_it_starts_as_it_was_is_tuned_and_leaves_in_its_layout(
+    job, published, folder, tmp_path, layout
+):
+    (root, alphas), target = published, str(folder / TARGET_OF.get(layout, "target"))
+    keys = {"draft": str(root / layout), "target": target}
+    recipe = job(tmp_path / "run", **keys, max_steps=60, logging_steps=10)
     assert run(recipe) == 0
     report = read_report(recipe.folder / "report" / "report.json")
     untuned, tuned = report.drafts["untuned"], report.drafts["tuned"]
@@ -62,7 +67,8 @@ def test_it_starts_as_it_was_is_tuned_and_leaves_in_its_layout(job, published, t
     assert untuned.lossless.unexplained == tuned.lossless.unexplained == 0
     folders = root / layout, recipe.folder / "draft"
     was, now = (read_json(folder / "config.json") for folder in folders)
-    for key in ("architectures", "speculators_model_type", "draft_vocab_size", "model_type"):
+    kept = ("architectures", "speculators_model_type", "draft_vocab_size", "model_type")
+    for key in (*kept, "block_size", "dflash_config", "num_target_layers"):
         assert now.get(key) == was.get(key)
     was, now = (load_file(folder / "model.safetensors") for folder in folders)
     assert {name: t.shape for name, t in now.items()} == {n: t.shape for n, t in was.items()}
@@ -99,6 +105,9 @@ def test_the_kind_and_the_head_are_read_from_the_draft(job, published, tmp_path)
         ("eagle", {"attention_bias": True}, "attention_bias True"),
         ("eagle", {"hidden_size": 96}, "target with hidden_size 96, but this target has"),
         ("eagle", {"norm_before_fc": True}, "norm_before_fc True"),
+        ("z-lab", {"attention_bias": True}, "attention_bias True"),
+        ("z-lab", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ("z-lab", {"dflash_config": {"mask_token_id": 300, "target_layer_ids": [1]}}, "layers .2."),
         ("medusa", {"original_lm_head": False}, "original_lm_head False"),
         ("medusa", {"num_heads": 5}, "weights of .* do not fit"),
     ],
@@ -107,10 +116,14 @@ def test_what_cannot_be_computed_is_refused(published, folder, tmp_path, layout,
     shutil.copytree(published[0] / layout, tmp_path / "draft")
     path = tmp_path / "draft" / "config.json"
     path.write_text(json.dumps(read_json(path) | changes))
-    load = {"eagle3": eagle3.load_eagle3, "medusa": medusa.load_heads}[KIND_OF[layout]]
-    target = load_model(str(folder / "target"), torch.float32)
+    target = load_model(str(folder / TARGET_OF.get(layout, "target")), torch.float32)
+
+    def load_dflash(draft, embedding, config):
+        return dflash.load_dflash(draft, embedding, target.lm_head.weight, config)
+
+    loads = {"eagle3": eagle3.load_eagle3, "medusa": medusa.load_heads, "dflash": load_dflash}
     with pytest.raises(ValueError, match=message):
-        load(tmp_path / "draft", input_embedding(target), target.config)
+        loads[KIND_OF[layout]](tmp_path / "draft", input_embedding(target), target.config)
 
 
 def test_an_embedding_of_its_own_is_refused_and_the_targets_is_dropped(published, folder, tmp_path):

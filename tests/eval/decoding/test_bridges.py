@@ -155,7 +155,7 @@ def check_q(name, folder, draft):
     for sampling in (SAMPLING, Sampling(1.0)):
         forced = draft.teacher_forced(IDS, text, sampling, {})
         generator = torch.Generator().manual_seed(0)
-        session = draft.start(Text(IDS, 32, sampling, generator, {}))
+        session = draft.start(Text(IDS, 32, sampling, generator, {}, 3))
         for at, token in enumerate(text):
             expected = plain_q(name, model, [*IDS, *text[:at]], sampling)
             proposal = session.propose(1)
@@ -235,14 +235,14 @@ def test_a_draft_by_map_begins_a_text_as_its_own_tokenizer_does(lacking, monkeyp
     monkeypatch.setitem(vars(lacking.draft), "prefix", [3])
     q = lacking.teacher_forced(ids, [4], Sampling(1.0), {})
     assert (q - plain).abs().max() > 0.01
-    session = lacking.start(Text(ids, 100, Sampling(1.0), torch.Generator(), {}))
+    session = lacking.start(Text(ids, 100, Sampling(1.0), torch.Generator(), {}, 3))
     torch.testing.assert_close(session.propose(1).q, q)
 
 
 def test_the_cache_of_a_draft_by_map_grows_with_the_text(lacking):
     """A draft may have many tokens for one of the target's; zeroing a whole context takes time."""
     ids = [0, 5, 1] * 30
-    session = lacking.start(Text(ids[:1], 6, Sampling(1.0), torch.Generator(), {}))
+    session = lacking.start(Text(ids[:1], 6, Sampling(1.0), torch.Generator(), {}, 3))
     assert (session.cache.slots < len(ids)) != lacking.recorded  # graphs have whole caches
     session.commit(ids[1:], 0, {})
     q = lacking.teacher_forced(ids, [4], Sampling(1.0), {})

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 
 from align.transplant import transplant
 from align.vocab_map import build_map
@@ -20,6 +20,8 @@ from eval.decoding.drafters import causal_lm
 from eval.decoding.drafters import eagle3 as eagle3_module
 from eval.decoding.drafters.bridged import MapDrafter
 from eval.decoding.drafters.causal_lm import CausalLMDrafter, TokenSession
+from eval.decoding.drafters.dflash import FORMAT as DFLASH
+from eval.decoding.drafters.dflash import DFlashDecoder, DFlashSession, build_dflash
 from eval.decoding.drafters.drafter import HeadDrafter, Text
 from eval.decoding.drafters.eagle3 import FORMAT as EAGLE3
 from eval.decoding.drafters.eagle3 import Eagle3Session, build_eagle3
@@ -119,13 +121,34 @@ def eagle3(world, kept=None):
     config.norm_before_residual = kept is not None
     ids = torch.arange(world.vocab) if kept is None else kept(world.vocab)
     torch.manual_seed(2)
-    model = build_eagle3(config, (1, 2), len(ids)).to_empty(device="cpu")
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.fill_(1) if weight.ndim == 1 else weight.normal_(std=0.3)
+    model = random_weights(build_eagle3(config, (1, 2), len(ids)))
     model.set_input_embeddings(target.model.get_input_embeddings())
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     return EAGLE3.drafter(model, ids, target)
+
+
+def random_weights(model):
+    model = model.to_empty(device="cpu")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(1) if weight.ndim == 1 else weight.normal_(std=0.3)
+    return model
+
+
+def dflash(world):
+    shape = {"intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3Config(
+        vocab_size=world.vocab, hidden_size=32, num_hidden_layers=2, head_dim=8, **shape
+    )
+    config.block_size = 4
+    config.dflash_config = {"mask_token_id": world.vocab - 1, "target_layer_ids": [0, 1]}
+    torch.manual_seed(2)
+    model = random_weights(build_dflash(config, world.vocab))
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    model.own_head = False
+    model.set_input_embeddings(world.target.model.get_input_embeddings())
+    model.set_output_embeddings(world.target.model.get_output_embeddings())
+    return DFLASH.drafter(model, None, world.target)
 
 
 def medusa(world):
@@ -168,12 +191,14 @@ DRAFTERS = {
     "EAGLE-3": (eagle3, "any"),
     "EAGLE-3, trimmed": (lambda world: eagle3(world, lambda v: torch.arange(0, v, 2)), "any"),
     "Medusa": (medusa, "any"),
+    "DFlash": (dflash, "any"),
     "n-gram": (lambda world: prompt_lookup(world.target), "some"),
     "n-gram, then itself": (first(itself), "some"),
     "n-gram, then by map": (first(by_map), "some"),
     "n-gram, then PARD": (first(pard), "some"),
     "n-gram, then EAGLE-3": (first(eagle3), "some"),
     "n-gram, then Medusa": (first(medusa), "some"),
+    "n-gram, then DFlash": (first(dflash), "some"),
     "nearest state": (nearest_state, "any"),
 }
 
@@ -299,7 +324,7 @@ def tokens_shifted(monkeypatch):
 
 
 @pytest.mark.parametrize("mutant", [unwarped, tokens_shifted])
-@pytest.mark.parametrize("name", ["unrelated", "by map", "EAGLE-3", "Medusa", "PARD"])
+@pytest.mark.parametrize("name", ["unrelated", "by map", "EAGLE-3", "Medusa", "PARD", "DFlash"])
 def test_a_q_that_was_not_sampled_from_is_caught(small, monkeypatch, name, mutant):
     target, drafter, decoding = small.target.decoder, DRAFTERS[name][0](small), SAMPLED["block"]
     mutant(monkeypatch)
@@ -326,7 +351,7 @@ def check_proposals(world, drafter, ids, text, sampling):
     assert rows.shape == (len(text), world.vocab)
     read = {layer: state[:, : len(ids)] for layer, state in states.items()}
     generator = torch.Generator().manual_seed(0)
-    session = drafter.start(Text([*ids, text[0]], CONTEXT, sampling, generator, read))
+    session = drafter.start(Text([*ids, text[0]], CONTEXT, sampling, generator, read, 3))
     position, proposed = 1, 0
     for count in itertools.cycle((1, 2, 3)):
         if position + count >= len(text) - 1:
@@ -393,7 +418,7 @@ def rolled_back_one_too_little(monkeypatch):
 
 
 def states_off_by_one(monkeypatch):
-    for kind in (Eagle3Session, MedusaSession, StateSession):
+    for kind in (Eagle3Session, MedusaSession, DFlashSession, StateSession):
 
         def commit(session, emitted, accepted, states, right=kind.commit):
             right(session, emitted, accepted, {k: v.roll(1, 1) for k, v in states.items()})
@@ -402,20 +427,34 @@ def states_off_by_one(monkeypatch):
 
 
 def states_of_other_layers(monkeypatch):
-    right = Eagle3Session.commit
+    for kind in (Eagle3Session, DFlashSession):
 
-    def commit(session, emitted, accepted, states):
-        right(session, emitted, accepted, dict(zip(states, [*states.values()][::-1], strict=True)))
+        def commit(session, emitted, accepted, states, right=kind.commit):
+            turned = dict(zip(states, [*states.values()][::-1], strict=True))
+            right(session, emitted, accepted, turned)
 
-    monkeypatch.setattr(Eagle3Session, "commit", commit)
+        monkeypatch.setattr(kind, "commit", commit)
+
+
+def context_one_too_far(monkeypatch):
+    """A block sees the state of its own anchor."""
+    right = DFlashDecoder.read
+    monkeypatch.setattr(
+        DFlashDecoder,
+        "read",
+        lambda self, anchors, positions, width, cached, cache: right(
+            self, anchors, positions + 1, width, cached, cache
+        ),
+    )
 
 
 @pytest.mark.parametrize(
     ("mutant", "name"),
     [
         *((rolled_back_one_too_little, name) for name in ("itself", "by map")),
-        *((states_off_by_one, name) for name in ("EAGLE-3", "Medusa", "nearest state")),
-        (states_of_other_layers, "EAGLE-3"),
+        *((states_off_by_one, name) for name in ("EAGLE-3", "Medusa", "DFlash", "nearest state")),
+        *((states_of_other_layers, name) for name in ("EAGLE-3", "DFlash")),
+        (context_one_too_far, "DFlash"),
     ],
 )
 def test_a_session_that_reads_another_text_is_caught(world, made, own, monkeypatch, mutant, name):

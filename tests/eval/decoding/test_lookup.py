@@ -149,7 +149,7 @@ def test_the_log_of_alpha_looks_up_before_every_token():
 
 
 def start(drafter, ids):
-    return drafter.start(Text([*ids], 60, Sampling(), torch.Generator().manual_seed(1), {}))
+    return drafter.start(Text([*ids], 60, Sampling(), torch.Generator().manual_seed(1), {}, 3))
 
 
 @pytest.fixture

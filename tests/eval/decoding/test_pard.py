@@ -37,7 +37,7 @@ def reference(model, text, count):
 
 def test_it_proposes_what_a_plain_pass_over_text_and_masks_says(tiny, forwards):
     model, text = masked(tiny), [3, 14, 15, 9, 2, 7, 30, 31, 8, 50, 44, 12, 12, 1, 2]
-    given = Text(text[:6], 80, Sampling(), torch.Generator(), {})
+    given = Text(text[:6], 80, Sampling(), torch.Generator(), {}, 3)
     session = drafter_of(model).start(given)
     for end, step in ((6, 2), (8, 1), (9, 3), (12, 1)):
         expected = reference(model, text[:end], GAMMA).argmax(-1).tolist()

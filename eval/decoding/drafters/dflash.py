@@ -1,0 +1,358 @@
+"""DFlash: one pass fills a block of masks behind the newest token (arXiv 2602.06036).
+
+The block's first slot is the newest token, the anchor; slot k drafts the k-th token after it. The
+layers see no token of the text before the anchor, but the target's hidden states there, fused by
+`fc` and `hidden_norm`: they are further keys and values in each layer. The slots of a block see
+each other in both directions. Embedding and LM head are the target's.
+
+A folder holds the checkpoint in z-lab's layout or that of speculators, and compact.json if
+draftsmith made it. Legend: A anchors, W slots of a block, T tokens of context, L layers read, H
+hidden size, D size of an attention head, K entries of the head, V the target's vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM
+
+from align.errors import UserError
+from align.sources import read_json
+from eval.decoding.drafters import eagle3
+from eval.decoding.drafters.compact import (
+    check_compact,
+    fill,
+    read_token_ids,
+    refuse_other_embedding,
+    refuse_other_target,
+    weights_of,
+)
+from eval.decoding.drafters.drafter import (
+    HeadDrafter,
+    Proposal,
+    Session,
+    Text,
+    no_draft,
+    on_target_ids,
+    timed_choice,
+)
+from eval.decoding.drafters.formats import DraftFormat
+from eval.decoding.forward import HiddenStates, KVCache
+from eval.decoding.fused import FusedDecoder, Step, nested_bytes
+from eval.decoding.target import Target
+from eval.decoding.verification import Sampling
+from eval.decoding.weights import Int8Weight, Product
+
+ARCHITECTURE = "DFlashDraftModel"  # the architecture in z-lab's layout
+EMBEDDING, HEAD, PREFIX = "model.embed_tokens.weight", "lm_head.weight", "model."
+FULL = ["full_attention"]
+BLOCKS = 32  # blocks of a text that are read together
+
+
+class DFlash(DraftFormat):
+    def head_size(self, config: Mapping[str, Any]) -> int | None:
+        known = config.get("speculators_model_type") == "dflash"
+        if not known and ARCHITECTURE not in (config.get("architectures") or ()):
+            return None
+        return int(config.get("draft_vocab_size") or plain_config(config)["vocab_size"])
+
+    def check_config(self, folder: Path, target: PreTrainedConfig) -> None:
+        about = read_json(folder / "config.json")
+        plain = plain_config(about)
+        refuse_unknown_parts(folder, plain)
+        refuse_other_target(folder, plain, target, ("hidden_size", "vocab_size"))
+        # the state after the last layer is here after the final norm, which no such draft reads
+        layers, depth = target_layers({}, about), target.num_hidden_layers
+        if max(layers) >= depth:
+            raise UserError(
+                f"{folder} reads the hidden states of layers {list(layers)}, but this target has "
+                f"{depth} layers; use the target that the draft was made for."
+            )
+
+    def load(self, folder: Path, target: Target) -> DFlashDrafter:
+        head = target.model.get_output_embeddings().weight.detach()
+        text = target.model.config.get_text_config()
+        return self.drafter(*load_dflash(folder, target.decoder.embedding, head, text), target)
+
+    def drafter(self, model: Any, token_ids: Tensor | None, target: Target) -> DFlashDrafter:
+        """The drafter of the model for that target; on a CPU in int8, unless the target is fp32."""
+        embedding = target.decoder.embedding
+        decoder = DFlashDecoder(model, target.decoder.context_length, embedding)
+        return DFlashDrafter(
+            **on_target_ids(token_ids, embedding) | {"form": "dflash"},
+            bytes=decoder.own_bytes(),
+            kv_bytes_per_token=decoder.new_cache(1, 1).bytes_per_token(),
+            decoder=decoder,
+            most=model.config.block_size - 1,
+            layers=target_layers({}, model.config.to_dict()),
+        )
+
+
+FORMAT = DFlash()
+
+
+def plain_config(about: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json of either layout as one of z-lab's."""
+    if (shape := about.get("transformer_layer_config")) is None:
+        return dict(about)
+    inner = {
+        "mask_token_id": about["mask_token_id"],
+        "target_layer_ids": [number - 1 for number in about["aux_hidden_state_layer_ids"]],
+        "sample_from_anchor": about.get("sample_from_anchor", False),
+        "causal": not about.get("sliding_window_non_causal", True),
+    }
+    kept = {key: about[key] for key in ("block_size", "draft_vocab_size") if key in about}
+    return {**shape, **kept, "dflash_config": inner}
+
+
+def target_layers(
+    target: Mapping[str, Any], published: Mapping[str, Any] | None = None
+) -> tuple[int, ...]:
+    """The numbers (forward.py) of the target's hidden states that a draft reads.
+
+    A published draft's config.json names them, counting layers from 0; the default is EAGLE-3's.
+    """
+    if published is None:
+        return eagle3.target_layers(target)
+    return tuple(i + 1 for i in plain_config(published)["dflash_config"]["target_layer_ids"])
+
+
+def refuse_unknown_parts(folder: Path, plain: Mapping[str, Any]) -> None:
+    """Raise UserError for a DFlash draft with parts that are not computed here."""
+    inner = plain["dflash_config"]
+    parts = {
+        "model_type": (plain.get("model_type"), "qwen3"),
+        "attention_bias": (bool(plain.get("attention_bias")), False),
+        "layer_types": (sorted({*FULL, *(plain.get("layer_types") or ())}), FULL),
+        "mask_embedding.pt": ((folder / "mask_embedding.pt").exists(), False),
+    }
+    for key in ("causal", "use_swa", "sample_from_anchor", "attention_sink_bias"):
+        parts[key] = (bool(inner.get(key)), False)
+    for key, (value, computed) in parts.items():
+        if value != computed:
+            raise UserError(
+                f"{folder} has {key} {value}, but only DFlash with {computed} is computed "
+                "here; measure the draft in vLLM (eval.run --engine vllm)."
+            )
+
+
+def build_dflash(config: Any, rows: int) -> Any:
+    """The draft without weights: a Qwen3 with `fc` and `hidden_norm`. rows: entries of its head."""
+    size, layers = config.hidden_size, config.dflash_config["target_layer_ids"]
+    with torch.device("meta"):
+        model: Any = Qwen3ForCausalLM(config)
+        model.model.fc = nn.Linear(len(layers) * size, size, bias=False)
+        model.model.hidden_norm = type(model.model.norm)(size, config.rms_norm_eps)
+        model.lm_head = nn.Linear(size, rows, bias=False)
+    model._no_split_modules = []  # parts of the layers are called alone
+    # rotary tables are not in a checkpoint, so they are computed
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    return model
+
+
+def load_dflash(
+    folder: Path, embedding: Tensor, head: Tensor, target: PreTrainedConfig | None = None
+) -> tuple[Any, Tensor | None]:
+    """A folder's model on the target's embedding and head [V, H], and the target id of each head
+    entry [K]; None for a head over all ids.
+
+    `model.own_head` tells whether the folder has a head. target: the target's config, to check a
+    published draft. Raises UserError if the draft was made for another target or cannot be
+    computed here.
+    """
+    about, tensors = read_json(folder / "config.json"), weights_of(folder, str(embedding.device))
+    refuse_other_embedding(folder, tensors.pop("embed_tokens.weight", None), embedding)
+    if target is None or (folder / "compact.json").is_file():
+        check_compact(folder, embedding.to(tensors["fc.weight"].dtype))
+    else:
+        FORMAT.check_config(folder, target)
+    token_ids = read_token_ids(folder, tensors)
+    own_head = tensors.pop(HEAD, None)
+    weights = {PREFIX + name: tensor.to(embedding.dtype) for name, tensor in tensors.items()}
+    head = (head if own_head is None else own_head).to(embedding)
+    config: Any = Qwen3Config(**plain_config(about) | {"tie_word_embeddings": False})
+    model = build_dflash(config, len(head))
+    model.own_head = own_head is not None
+    fill(model, {**weights, EMBEDDING: embedding, HEAD: head}, folder)
+    return model.to(embedding.device).eval(), token_ids
+
+
+class DFlashDecoder(FusedDecoder):
+    """The layers with a cache of the context, for inference.
+
+    On a CPU they are in int8, unless the embedding is fp32. A block's keys and values are written
+    behind those of the context, and are overwritten by the next ones.
+    """
+
+    def __init__(self, model: Any, context_length: int, embedding: Tensor) -> None:
+        # a target in fp32 serves exact comparisons, so its draft is not rounded
+        int8 = embedding.device.type == "cpu" and embedding.dtype != torch.float32
+        # the last block of a text reaches beyond the text
+        reach = context_length + model.config.block_size
+        super().__init__(model, reach, embedding, int8)
+        body = model.model
+        self.mask = model.config.dflash_config["mask_token_id"]
+        self.hidden_norm = self._scale(body.hidden_norm)
+        self.fc = self.product(body.fc)
+        self.key_values = [self._without_queries(layer.qkv) for layer in self.layers]
+        self.own_head = model.own_head or isinstance(self.head.weight, Int8Weight)
+
+    def _without_queries(self, qkv: Product) -> Product:
+        """The part of a q/k/v product that gives keys and values; the weight is not copied."""
+        first, weight = self.heads * self.head_size, qkv.weight
+        if isinstance(weight, Tensor):
+            return Product(weight[first:], None)
+        return Product(Int8Weight(*(part[first:] for part in weight)), None)
+
+    def own_bytes(self) -> int:
+        head = self.head.nbytes if self.own_head else 0
+        return nested_bytes((*self.layers, self.final_norm, self.hidden_norm, self.fc)) + head
+
+    @torch.inference_mode()
+    def add_context(self, states: Tensor, start: int, cache: KVCache) -> None:
+        """Cache the context of tokens from position `start` on. states: the target's [1, T, L * H].
+
+        The states are those of all layers read, side by side.
+        """
+        context = self._norm(self.fc(states), self.hidden_norm)
+        new, half = slice(start, start + context.shape[1]), self.head_size // 2
+        (angles,) = self.angles.values()
+        cos, sin = (table[new] for table in angles)
+        for product, layer, keys, values in zip(
+            self.key_values, self.layers, cache.keys, cache.values, strict=True
+        ):
+            heads = product(context).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            k, v = heads.chunk(2, dim=1)
+            assert layer.head_norms is not None
+            k = self._norm(k, layer.head_norms[1])
+            keys[:, :, new], values[:, :, new] = k * cos + torch.roll(k, half, -1) * sin, v
+
+    @torch.inference_mode()
+    def read(
+        self, anchors: Tensor, positions: Tensor, width: int, cached: int, cache: KVCache
+    ) -> Tensor:
+        """The head's inputs [A, width, H] of the blocks behind these anchors [A].
+
+        positions: of the anchors [A]; a block sees the context before its anchor. cached: the
+        number of tokens whose context is in the cache.
+        """
+        masks = anchors.new_full((len(anchors), width - 1), self.mask)
+        tokens = torch.cat([anchors[:, None], masks], 1).view(1, -1)
+        offsets = torch.arange(width, device=self.device)
+        owners = positions.repeat_interleave(width)
+        before = torch.arange(cached, device=self.device) < owners[:, None]
+        visible = torch.cat([before, owners == owners[:, None]], 1).repeat(self.group, 1)
+        places = (positions[:, None] + offsets).flatten()
+        x = F.embedding(tokens, self.embedding).to(self.dtype)
+        step = self._block_step(places, visible, cached)
+        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
+            x = self._through_layer(layer, self._norm(x, layer.input_norm), x, keys, values, step)
+        return self._norm(x, self.final_norm).view(len(anchors), width, -1)
+
+    def _block_step(self, places: Tensor, visible: Tensor, cached: int) -> Step:
+        """What the layers share. visible: the attention's mask [heads / key heads * A * W, S]."""
+        (angles,) = self.angles.values()  # all layers are of one kind
+        cos, sin = (table[places] for table in angles)
+        count, end = len(places), visible.shape[1]
+
+        def write(held: Tensor, values: Tensor) -> None:
+            held[:, :, cached:end] = values
+
+        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            # query heads that share a key head become query positions, so keys are not repeated
+            folded = q.reshape(1, self.key_heads, self.group * count, self.head_size)
+            h = F.scaled_dot_product_attention(
+                folded, keys[:, :, :end], values[:, :, :end], visible
+            )
+            return h.reshape(1, self.heads, count, self.head_size).transpose(1, 2)
+
+        return Step(cos, sin, write, attend)
+
+
+@dataclass(kw_only=True)
+class DFlashDrafter(HeadDrafter):
+    """most: the longest draft. The acceptance rate is that of blocks of this length."""
+
+    decoder: DFlashDecoder
+    most: int
+
+    @property
+    def recorded(self) -> bool:
+        return self.decoder.recorded
+
+    def start(self, text: Text) -> Session:
+        return DFlashSession(self, text)
+
+    @torch.inference_mode()
+    def text_logits(
+        self, ids: list[int], text: list[int], states: HiddenStates
+    ) -> tuple[Tensor, int]:
+        decoder, width = self.decoder, self.most + 1
+        tokens = torch.tensor([*ids, *text[:-1]], device=decoder.device)
+        cache = decoder.new_cache(1, len(tokens) + BLOCKS * width)
+        decoder.add_context(self.side_by_side(states, decoder.dtype), 0, cache)
+        anchors = torch.arange(len(ids) - 1, len(tokens), device=decoder.device)
+        first_masks = [
+            decoder.read(tokens[part], part, width, len(tokens), cache)[:, 1]
+            for part in anchors.split(BLOCKS)
+        ]
+        return decoder.head(torch.cat(first_masks)[None])[0], 0
+
+    def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
+        return self.draft_at_once(context_length, sampling, 1)
+
+    def draft_at_once(
+        self, context_length: int, sampling: Sampling, count: int
+    ) -> Callable[[], None]:
+        decoder = self.decoder
+        cache = decoder.new_cache(1, context_length + count + 1)
+        anchor = torch.ones(1, dtype=torch.long, device=decoder.device)
+
+        def logits() -> Tensor:
+            y = decoder.read(anchor, anchor * context_length, count + 1, context_length, cache)
+            return decoder.head(y[:, 1:])
+
+        return timed_choice(logits, sampling)
+
+
+class DFlashSession(Session):
+    """`newest`: the newest token [1]. `known`: the number of tokens before it, whose context is in
+    the cache. All blocks of a text are equally long, as an engine's are.
+    """
+
+    def __init__(self, drafter: DFlashDrafter, text: Text) -> None:
+        self.drafter, self.sampling, self.generator = drafter, text.sampling, text.generator
+        self.most = min(drafter.most, text.draft_length)
+        self.cache = drafter.decoder.new_cache(1, text.slots)
+        self.known = 0
+        self._read(text.ids, text.states)
+
+    def _read(self, ids: Sequence[int], states: HiddenStates) -> None:
+        """Cache the context of the tokens before the last of `ids`, which is the newest."""
+        decoder = self.drafter.decoder
+        read = self.drafter.side_by_side(states, decoder.dtype)
+        decoder.add_context(read, self.known, self.cache)
+        self.known += read.shape[1]
+        self.newest = torch.tensor(ids[-1:], device=decoder.device)
+
+    def propose(self, count: int) -> Proposal:
+        decoder, count = self.drafter.decoder, min(count, self.most)
+        if count < 1:
+            return no_draft(decoder.device)
+        position = self.newest.new_tensor([self.known])
+        y = decoder.read(self.newest, position, self.most + 1, self.known, self.cache)
+        scores = decoder.head(y[:, 1 : count + 1])
+        return self.drafter.in_turn(
+            lambda depth, _: scores[:, depth], count, self.sampling, self.generator
+        )
+
+    def commit(self, emitted: list[int], accepted: int, states: HiddenStates) -> None:
+        # the target has read all emitted tokens except the last one, which is now the newest
+        read = {k: states[k][:, : len(emitted)] for k in self.drafter.layers}  # type: ignore[index]
+        self._read(emitted, read)
