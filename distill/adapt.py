@@ -19,6 +19,7 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+import math
 import os
 import re
 import shlex
@@ -64,8 +65,8 @@ HOME = "adapt"  # the loop's folder in a run's folder
 FIRST = "run"  # name of the run's own draft
 # Share of calls that may publish a draft that is not faster: 1 in 100 series of 20 weekly calls
 FALSE_PUBLICATIONS = 0.01 / 20
-# Share of a speed-up by which a server start may change it (docs/lab-notes.md). Intervals are over
-# prompts and do not cover it.
+# Share of a speed-up by which a server start may change it (docs/lab-notes.md), if the intervals
+# do not cover starts.
 SERVER_START = 0.05
 EVALUATED = 200  # most new prompts on which acceptance is measured, unless the recipe has a number
 WATCHED_EVERY = 5.0  # seconds between two measurements of the disk space
@@ -115,16 +116,24 @@ def size_of(folder: Path) -> int:
 def lower_bound(report: Report) -> float:
     """The speed-up of the new draft minus that of the served one, at least.
 
-    One-sided, at the level FALSE_PUBLICATIONS; behind servers also lower by SERVER_START. Raises
-    NotComparable if the report has too few prompts for an interval.
+    One-sided, at the level FALSE_PUBLICATIONS, as `measure` adds half-widths over prompts and over
+    starts. Raises NotComparable if the report has too few prompts for an interval.
     """
-    gain = Estimate.of(report.gain[0].speedup, 0)
-    return gain.mean + float(stdtrit(gain.freedom, FALSE_PUBLICATIONS)) * gain.error - start(report)
+    speedup, starts = report.gain[0].speedup, report.starts
+    gain = Estimate.of(speedup, 0)
+    over_starts = speedup.over_starts or 0.0
+    over_prompts = math.sqrt(max((speedup.bounds[1] - gain.mean) ** 2 - over_starts**2, 0.0))
+    parts = [(over_prompts, gain.freedom), *([(over_starts, starts.freedom)] if starts else ())]
+    halves = [
+        half * float(stdtrit(freedom, FALSE_PUBLICATIONS) / stdtrit(freedom, 0.975))
+        for half, freedom in parts
+    ]
+    return gain.mean - math.hypot(*halves) - start(report)
 
 
 def start(report: Report) -> float:
-    """What a server start may change in the served draft's speed-up."""
-    if report.engine == REFERENCE:
+    """What a server start may change in the served draft's speed-up, besides the intervals."""
+    if report.engine == REFERENCE or report.starts:
         return 0.0
     return SERVER_START * report.drafts[report.gain[0].over].speedup.mean
 

@@ -97,6 +97,7 @@ def write_card(
         gamma=gamma,
         temperature=reports[0].decoding.temperature,
         rows=[row for report in reports for row in _rows(report, weights)],
+        started_twice=any(report.starts for report in reports),
         few_prompts=any(d.speedup.ci95 is None for r in reports for d in r.drafts.values()),
         acceptance=[
             f"{_shown_name(name, draft, weights)} {draft.alpha:.2f}"

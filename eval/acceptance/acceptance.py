@@ -74,7 +74,8 @@ class Acceptance(evaluate.Metric):
             gamma,
         )
         length = measured_or_none(MEAN_ACCEPTANCE_LENGTH, table)
+        rate, hidden = measured(ACCEPTANCE_RATE, table), {"over_starts"}  # no server is timed
         return {
-            "alpha": measured(ACCEPTANCE_RATE, table).model_dump(mode="json"),
-            "tau": length.model_dump(mode="json") if length else None,
+            "alpha": rate.model_dump(mode="json", exclude=hidden),
+            "tau": length.model_dump(mode="json", exclude=hidden) if length else None,
         }

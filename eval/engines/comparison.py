@@ -1,8 +1,9 @@
 """Compares an engine with each draft and without a draft, on the same prompts and in a fair order.
 
 The order is fair on a machine that slows down steadily. Contenders that run at the same time take
-turns at each prompt. Servers that are started one at a time do half of the work in order, and the
-other half in the opposite order.
+turns at each prompt. Servers that are started one at a time decode all prompts in order, and then,
+each started again, in the opposite order. The difference between a server's two times on the same
+prompts is what a start, or the time of the visit, changes.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from tqdm import tqdm
 from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
-from eval.engines.load import Load, Request, TimedPass, load_point, passes, timed_pass
+from eval.engines.load import PASSES, Load, Request, TimedPass, load_point, passes, timed_pass
 from eval.engines.server import ServerError
 from eval.measuring.evaluation import decoding_facts, prompt_facts
+from eval.measuring.intervals import Starts
 from eval.measuring.journal import Journal
 from eval.measuring.output_check import divergence
 from eval.measuring.runs import DraftLog, RunLog, Speculation, TargetOutput
@@ -83,15 +85,17 @@ class Contender:
     """The engine alone or with one draft, and its results so far.
 
     running: returns a context in which the engine runs. name: the draft's; "" for the baseline.
-    facts: fields of the DraftLog that are known in advance. outputs, divergences: by number of the
-    prompt; divergences are explained ones. passes: by number of the pass. failures: why the
-    "prompts", or the passes of a load (by its text), ended early; earlier results are kept.
+    facts: fields of the DraftLog that are known in advance. outputs, again, divergences: by number
+    of the prompt; `again` has the outputs of a second start, divergences are explained ones.
+    passes: by number of the pass. failures: why the "prompts", or the passes of a load (by its
+    text), ended early; earlier results are kept.
     """
 
     running: Callable[[], AbstractContextManager[Engine]]
     name: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     outputs: dict[int, PromptOutputs] = field(default_factory=dict)
+    again: dict[int, PromptRun] = field(default_factory=dict)
     passes: dict[int, TimedPass] = field(default_factory=dict)
     divergences: dict[int, dict[str, Any]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
@@ -106,13 +110,14 @@ class Visit(NamedTuple):
     """The work of a contender in one `running` context: prompts, then passes, by number.
 
     judges: after the prompts, the contender (the baseline) explains the divergences of all drafts,
-    and reads sampled outputs.
+    and reads sampled outputs. again: prompts of an earlier visit that are timed again.
     """
 
     contender: int  # 0: the baseline
     prompts: Sequence[int]
     passes: Sequence[int]
     judges: bool = False
+    again: Sequence[int] = ()
 
 
 # numbers of the prompts of each conversation
@@ -129,16 +134,14 @@ def take_turns(contenders: int, prompts: Conversations, passes: int) -> Iterator
 
 
 def there_and_back(contenders: int, prompts: Conversations, passes: int) -> Iterator[Visit]:
-    """The visits of contenders that run one at a time: A B C with half of the work, then C B A.
+    """The visits of contenders that run one at a time: A B C, then C B A.
 
-    The last contender does all its work in one visit.
+    All prompts are decoded in both visits of a contender, half of the passes in each.
     """
-    last = contenders - 1
-    p0, p1 = ([i for turns in prompts[half::2] for i in turns] for half in (0, 1))
-    r0, r1 = range(passes)[0::2], range(passes)[1::2]
-    yield from (Visit(c, p0, r0) for c in range(last))
-    yield Visit(last, [*p0, *p1], [*r0, *r1])
-    yield from (Visit(c, p1, r1, judges=c == 0) for c in reversed(range(last)))
+    every = [i for turns in prompts for i in turns]
+    first, second = range(passes)[0::2], range(passes)[1::2]
+    yield from (Visit(c, every, first) for c in range(contenders))
+    yield from (Visit(c, [], second, c == 0, every) for c in reversed(range(contenders)))
 
 
 class Comparison:
@@ -173,10 +176,11 @@ class Comparison:
         """Make all visits in this order, without the work of contenders that failed."""
         contenders = [self.baseline, *self.drafting]
         self._resume(contenders)
-        work = len(contenders) * (len(self.prompts.prompts) + len(self.passes))
-        done = sum(len(contender.outputs) + len(contender.passes) for contender in contenders)
+        visits = [*order(len(contenders), self.conversations, len(self.passes))]
+        work = sum(len(v.prompts) + len(v.again) + len(v.passes) for v in visits)
+        done = sum(len(c.outputs) + len(c.again) + len(c.passes) for c in contenders)
         with tqdm(total=work, initial=done, desc="compared", unit="task") as bar:
-            for visit in order(len(contenders), self.conversations, len(self.passes)):
+            for visit in visits:
                 contender = contenders[visit.contender]
                 prompts = [i for i in visit.prompts if i not in contender.outputs]
                 if "prompts" in contender.failures:
@@ -184,6 +188,9 @@ class Comparison:
                 elif "prompts" in self.baseline.failures:  # outputs need a baseline's output
                     prompts = [i for i in prompts if i in self.baseline.outputs]
                 failed = contender.failures.keys() | self.baseline.failures.keys()
+                again = [
+                    i for i in visit.again if i not in contender.again and "prompts" not in failed
+                ]
                 loaded = [
                     i
                     for i in visit.passes
@@ -191,14 +198,29 @@ class Comparison:
                     and not failed & {"prompts", str(self.passes[i].load)}
                 ]
                 unjudged = map(self._unjudged, self.drafting)
-                judges = visit.judges and any([prompts, *unjudged, self._unread()])
-                visit = visit._replace(prompts=prompts, passes=loaded, judges=judges)
+                judges = visit.judges and any([*unjudged, self._unread()])
+                visit = Visit(visit.contender, prompts, loaded, judges, again)
                 if any(visit[1:]):
                     self._visit(contender, visit, bar)
 
     def pairs(self, contender: Contender) -> list[int]:
         """The numbers of the prompts that the baseline and this contender decoded."""
         return sorted(self.baseline.outputs.keys() & contender.outputs.keys())
+
+    def starts(self) -> Starts | None:
+        """The times of servers that were started twice, on the prompts that both starts decoded."""
+        seconds_per_token = {
+            contender.name or "target": [
+                sum(run.seconds for run in runs) / sum(len(run.tokens) for run in runs)
+                for runs in (
+                    [contender.outputs[i].timed.run for i in contender.again],
+                    contender.again.values(),
+                )
+            ]
+            for contender in (self.baseline, *self.drafting)
+            if contender.again
+        }
+        return Starts(seconds_per_token=seconds_per_token) if seconds_per_token else None
 
     def failures(self, contender: Contender) -> dict[str, str]:
         """Why the "prompts", or the passes of a load, of this draft or the baseline ended early."""
@@ -215,12 +237,13 @@ class Comparison:
 
     def by_load(self, contender: Contender) -> tuple[list[dict[str, Any]], str]:
         """The `LoadPoint`s of loads whose passes are complete, and why others are not complete."""
-        points = []
+        points, starts = [], self.starts()
         for load in self.loads:
             numbers = [i for i, asked in enumerate(self.passes) if asked.load == load]
             if self.baseline.passes.keys() & contender.passes.keys() >= set(numbers):
                 pairs = [(self.baseline.passes[i], contender.passes[i]) for i in numbers]
-                points.append(load_point(pairs, self.limits))
+                started = starts.behind(PASSES) if starts else None  # each start does one pass
+                points.append(load_point(pairs, self.limits, started))
         return points, "; ".join(self.failures(contender).values())
 
     def log(self, contender: Contender) -> DraftLog:
@@ -229,6 +252,8 @@ class Comparison:
         plain, with_draft = (
             [side.outputs[i].timed.run for i in pairs] for side in (self.baseline, contender)
         )
+        starts = self.starts()
+        twice = {*pairs} <= self.baseline.again.keys() & contender.again.keys()
         by_load, no_load = self.by_load(contender)
         missing = contender.facts["missing"] | ({"by_load": no_load} if no_load else {})
         missing |= {"sampled_check": self.unread} if self.unread else {}
@@ -244,6 +269,8 @@ class Comparison:
                 "divergences": self.divergent(contender),
             },
             by_load=by_load,
+            again=[(self.baseline.again[i], contender.again[i]) for i in pairs if twice],
+            started=starts.behind(2 if twice else 1) if starts else None,
         )
 
     def report(
@@ -285,6 +312,7 @@ class Comparison:
                 for run, prompt_ids, *_ in (output.greedy for output in outputs)
                 if prompt_ids
             ],
+            starts=self.starts(),
             **facts,
         )
         return build_report(run, logs)
@@ -299,6 +327,13 @@ class Comparison:
                         doing = f"after {done} prompts: "
                         contender.outputs[number] = self._output(contender, engine, number)
                         self._note(contender, "outputs", number, contender.outputs[number])
+                        bar.update()
+                    for number in visit.again:
+                        done = f"{len(contender.again)} of {len(self.prompts.prompts)}"
+                        doing = f"started again, after {done} prompts: "
+                        output = engine.decode(self._asked(contender, number), self.decoding)
+                        contender.again[number] = output.run
+                        self._note(contender, "again", number, output.run)
                         bar.update()
                 finally:
                     if visit.judges:  # after a failure, too, for the outputs decoded before
@@ -377,6 +412,8 @@ class Comparison:
                     reading = [{int(token): p for token, p in row.items()} for row in reading]
                 outputs = PromptOutputs(_output_of(*timed), _output_of(*greedy), reading)
                 contender.outputs[number] = outputs
+            for number, run in noted.get(f"again of {name}", []):
+                contender.again[number] = PromptRun(**run)
             for number, (requests, counts) in noted.get(f"passes of {name}", []):
                 runs = [Request(start, PromptRun(**run)) for start, run in requests]
                 counters = counts and Speculation(*counts)

@@ -17,7 +17,7 @@ import numpy as np
 from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.engines.counters import between
-from eval.measuring.intervals import FEWEST_CLUSTERS, Both, measure
+from eval.measuring.intervals import FEWEST_CLUSTERS, Both, StartError, measure
 from eval.measuring.metrics import Percentiles, itl_ms, speedup_of
 from eval.measuring.runs import Speculation
 from eval.prompts import Prompt
@@ -132,15 +132,19 @@ def timed_pass(server: Any, asked: Pass, decoding: Decoding) -> TimedPass:
 
 
 def load_point(
-    pairs: Sequence[tuple[TimedPass, TimedPass]], limits: Mapping[str, float] | None = None
+    pairs: Sequence[tuple[TimedPass, TimedPass]],
+    limits: Mapping[str, float] | None = None,
+    started: StartError | None = None,
 ) -> dict[str, Any]:
     """The fields of a `LoadPoint`. pairs: passes of one load, without and with the draft.
 
-    limits: most milliseconds by name in GOODPUT; None: no goodput.
+    limits: most milliseconds by name in GOODPUT; None: no goodput. started: as in `measure`.
     """
     sides = [*zip(*pairs, strict=True)]
     batches = [[batch for passed in side for batch in passed.batches] for side in sides]
-    plain, with_draft = (_numbers(*side, limits or {}) for side in zip(sides, batches, strict=True))
+    plain, with_draft = (
+        _numbers(*side, limits or {}, started) for side in zip(sides, batches, strict=True)
+    )
     both = {name: Both(baseline=plain[name], speculative=with_draft[name]) for name in plain}
     good, no_times = both.pop("good_per_s"), None in (plain["itl_ms"], with_draft["itl_ms"])
     counted = [passed.counters for passed in sides[1] if passed.counters]
@@ -154,6 +158,8 @@ def load_point(
             "speedup",
             [one.totals + other.totals for one, other in zip(*batches, strict=True)],
             speedup_of,
+            started=started,
+            servers=[[0], [2]],
         ),
         "itl_ms": None if no_times else both["itl_ms"],
         "goodput": {"limits_ms": limits, "requests_per_s": good} if limits else None,
@@ -162,7 +168,10 @@ def load_point(
 
 
 def _numbers(
-    passes: Sequence[TimedPass], batches: Sequence[Batch], limits: Mapping[str, float]
+    passes: Sequence[TimedPass],
+    batches: Sequence[Batch],
+    limits: Mapping[str, float],
+    started: StartError | None,
 ) -> dict[str, Any]:
     """The numbers of one server at one load."""
     runs = [run for batch in batches for run in batch.runs]
@@ -170,7 +179,7 @@ def _numbers(
     rates = [(batch.totals[1], batch.seconds) for batch in batches]
     return {
         "in_flight": sum(passed.occupied for passed in passes) / seconds,
-        "tokens_per_s": measure("tokens_per_s", rates),
+        "tokens_per_s": measure("tokens_per_s", rates, started=started, servers=[[1]]),
         "ttft_ms": Percentiles.of([run.prefill_seconds for run in runs]),
         "itl_ms": itl_ms(runs) if any(run.block_tokens for run in runs) else None,
         "e2e_ms": Percentiles.of([run.seconds for run in runs]),

@@ -171,7 +171,8 @@ def measure_started(
             contenders.append(contender)
         specs = [target, *drafts.values()]
         identity = [servers.installed, [*arguments], drafts, gammas, [*map(_files, specs)]]
-        _begin(journal, [target, *identity], prompts, decoding, loads)
+        # In journals without the order, a server's first outputs are of two starts.
+        _begin(journal, [target, *identity, "there and back"], prompts, decoding, loads)
         comparison = Comparison(contenders, prompts, decoding, loads, limits, journal=journal)
         comparison.run(there_and_back)
     return _report(

@@ -1,18 +1,19 @@
 """A measured number and its interval: Student's t over prompts, or over groups of prompts.
 
 A measured number is a ratio of sums over prompts. Tokens of one output depend on each other, so
-prompts are the samples. Prompts that share a group are one sample, a cluster.
+prompts are the samples. Prompts that share a group are one sample, a cluster. A server's speed also
+differs between its starts; if servers were started twice, the intervals of speeds cover this.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Annotated, Generic, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, computed_field
 from scipy.special import stdtrit
 
 from align.errors import UserError
@@ -49,13 +50,17 @@ class Measured(Part):
     mean: float
     ci95: tuple[float, float] | None = Field(
         description="95%, Student's t over prompts, or over their documents where they name a "
-        f"group; none below {FEWEST_CLUSTERS} of these. n is the number of prompts."
+        f"group; none below {FEWEST_CLUSTERS} of these. n is the number of prompts. Speeds of "
+        "servers that were started twice: over starts, too."
     )
     n: Positive
     clusters: Positive | None = Field(
         None, description="documents where prompts name a group, else prompts"
     )
-    freedom: float | None = Field(None, description="of the interval's t")
+    freedom: float | None = Field(None, description="of the interval's t over prompts")
+    over_starts: Quantity | None = Field(
+        None, description="half-width of the interval over starts alone; null: not covered"
+    )
     range: tuple[float, float] | None = Field(
         None, description="the lowest and the highest of a cluster alone"
     )
@@ -85,6 +90,40 @@ class Both(Part, Generic[T]):
 
     baseline: T
     speculative: T
+
+
+class StartError(NamedTuple):
+    """The standard error of a server's speed by its starts, as a share; its degrees of freedom."""
+
+    error: float
+    freedom: float
+
+
+class Starts(Part):
+    """How far a server's speed differs between its starts, on the same prompts."""
+
+    seconds_per_token: dict[str, list[Annotated[float, Field(gt=0)]]] = Field(
+        description="of each start, by server; `target`: the server without a draft"
+    )
+
+    @computed_field(description="starts beyond each server's first")  # type: ignore[prop-decorator]
+    @property
+    def freedom(self) -> int:
+        return sum(len(starts) - 1 for starts in self.seconds_per_token.values())
+
+    @computed_field(  # type: ignore[prop-decorator]
+        description="standard deviation of a server's speed between starts, as a share of the "
+        "speed, pooled over servers"
+    )
+    @property
+    def deviation(self) -> float:
+        logs = [np.log(starts) for starts in self.seconds_per_token.values()]
+        squares = sum(float(((one - one.mean()) ** 2).sum()) for one in logs)
+        return math.sqrt(squares / self.freedom)
+
+    def behind(self, starts: int) -> StartError:
+        """The error of a server's mean speed over so many starts."""
+        return StartError(self.deviation / math.sqrt(starts), self.freedom)
 
 
 def ratio(totals: Floats) -> Floats:
@@ -135,19 +174,28 @@ def _error(deviations: Floats) -> tuple[float, float]:
     return math.sqrt((n - 1) / n * (deviations**2).sum()), freedom
 
 
+def _columns(servers: Iterable[Sequence[int]], count: int) -> Floats:
+    """A row for each server: 1 in its columns (of `count`), else 0."""
+    return np.array([[float(i in columns) for i in range(count)] for columns in servers])
+
+
 def measure(
     name: str,
     rows: Sequence[Sequence[float]],
     statistic: Callable[[Floats], Floats] = ratio,
     groups: Sequence[str | None] | None = None,
     ends: Ends = above_zero,
+    started: StartError | None = None,
+    servers: Iterable[Sequence[int]] = (),
 ) -> Measured:
     """`statistic` of the column totals, with its 95% interval from FEWEST_CLUSTERS clusters on.
 
     rows: the columns of each prompt. statistic: (..., columns) totals -> (...) values. groups: the
     group of each row. Rows of one group are one cluster; a row without a group is a cluster alone.
-    ends: the kind of interval. Raises `NothingToMeasure` without rows, UserError if the result is
-    not a finite number.
+    ends: the kind of interval. started: None if the interval does not cover starts. servers: the
+    columns of each server that have its seconds. The squares of the half-widths over prompts and
+    over starts, each with its own t, are added: this covers 95% or more (Banerjee 1960, Sankhya
+    22). Raises `NothingToMeasure` without rows, UserError if the result is not a finite number.
     """
     if not rows:
         raise NothingToMeasure(f"no prompt has the values for {name}")
@@ -167,14 +215,21 @@ def measure(
             f"in the log is zero or missing; measure again"
         )
     by_cluster = by_cluster[np.isfinite(by_cluster)]
-    ci95 = freedom = None
+    ci95 = freedom = over_starts = None
     if enough:
         error, freedom = _error(deviations)
-        ci95 = ends(mean, error, float(stdtrit(freedom, 0.975)), clusters)
+        t = float(stdtrit(freedom, 0.975))
+        if started:
+            slower = totals * (1 + started.error * _columns(servers, len(totals)))
+            between = math.hypot(*(statistic(slower) - mean))
+            over_starts = between * float(stdtrit(started.freedom, 0.975))
+            error = math.hypot(error, over_starts / t)
+        ci95 = ends(mean, error, t, clusters)
     return Measured(
         mean=mean,
         ci95=ci95,
         freedom=freedom,
+        over_starts=over_starts,
         n=len(rows),
         clusters=clusters,
         range=(by_cluster.min(), by_cluster.max()) if len(by_cluster) else None,

@@ -25,6 +25,7 @@ from eval.measuring.intervals import (
     Positive,
     Quantity,
     Share,
+    StartError,
     above_zero,
     around,
     measure,
@@ -50,6 +51,10 @@ class PromptSums(Part):
     prompt_tokens: Count | None = None
     alpha_sum: Quantity | None = None
     positions: Count | None = None
+    outputs: Positive | None = Field(
+        default=None,
+        description="of each side, whose tokens and seconds are summed here; null: 1",
+    )
     tokens: Count | None = None
     seconds: Quantity | None = None
     prefill_seconds: Quantity | None = None
@@ -84,11 +89,12 @@ def prompt_table(
     baseline: Sequence[PromptRun],
     agreements: Iterable[Agreement] = (),
     steps_known: bool = True,
+    again: Iterable[tuple[PromptRun, PromptRun]] = (),
 ) -> list[PromptSums]:
     """A draft's rows: the timed prompts, then prompts that have only an acceptance rate.
 
-    steps_known: whether the runs have drafted and accepted tokens. Raises ValueError for a run that
-    contradicts itself, and if the baseline has other prompts.
+    steps_known: whether the runs have drafted and accepted tokens. again: as in `DraftLog`. Raises
+    ValueError for a run that contradicts itself, and if the baseline has other prompts.
     """
     alone = {run.prompt_id: run for run in baseline}
     if sorted(run.prompt_id for run in runs) != sorted(alone):
@@ -120,6 +126,13 @@ def prompt_table(
             whole = slice(base.whole_blocks)
             row["baseline_block_tokens"] = sum(base.block_tokens[whole])
             row["baseline_block_seconds"] = sum(base.block_seconds[whole])
+    for base, run in again:
+        row = rows[run.prompt_id]
+        row["outputs"] = row.get("outputs", 1) + 1
+        for start, one in (("baseline_", base), ("", run)):
+            row[f"{start}tokens"] += len(one.tokens)
+            row[f"{start}seconds"] += one.seconds
+            row[f"{start}prefill_seconds"] += one.prefill_seconds
     for agreement in agreements:
         row = rows.setdefault(
             agreement.prompt_id,
@@ -258,41 +271,65 @@ def _rows(number: Number, table: Iterable[PromptSums]) -> dict[str, tuple[Prompt
     return rows
 
 
-def measured(number: Number, table: Iterable[PromptSums]) -> Measured:
+def _seconds(number: Number, baseline: bool) -> list[int]:
+    """The columns of the number that have the seconds of the baseline, or of the draft."""
+    return [
+        i
+        for i, column in enumerate(number.columns)
+        if "seconds" in column and column.startswith("baseline") == baseline
+    ]
+
+
+def measured(
+    number: Number, table: Iterable[PromptSums], started: StartError | None = None
+) -> Measured:
     """The number over the table. Raises `NothingToMeasure` if no prompt counts."""
     rows = _rows(number, table).values()
-    groups = [row.group for row, _ in rows]
     return measure(
-        number.name, [values for _, values in rows], number.statistic, groups, number.ends
+        number.name,
+        [values for _, values in rows],
+        number.statistic,
+        [row.group for row, _ in rows],
+        number.ends,
+        started,
+        [_seconds(number, True), _seconds(number, False)],
     )
 
 
-def measured_or_none(number: Number, table: Iterable[PromptSums]) -> Measured | None:
+def measured_or_none(
+    number: Number, table: Iterable[PromptSums], started: StartError | None = None
+) -> Measured | None:
     """The number over the table; None if no prompt counts."""
     try:
-        return measured(number, table)
+        return measured(number, table, started)
     except NothingToMeasure:
         return None
 
 
 def difference(
-    number: Number, table: Iterable[PromptSums], over: Iterable[PromptSums]
+    number: Number,
+    table: Iterable[PromptSums],
+    over: Iterable[PromptSums],
+    started: StartError | None = None,
 ) -> Measured | None:
     """The number of one table minus the number of another, paired by prompt.
 
-    None if no prompt counts in both tables.
+    The two have one baseline. None if no prompt counts in both tables.
     """
     mine, other = _rows(number, table), _rows(number, over)
     pairs = [(row, values + other[key][1]) for key, (row, values) in mine.items() if key in other]
 
+    width = len(number.columns)
+    alone, drafting = _seconds(number, True), _seconds(number, False)
+    servers = [[*alone, *(width + i for i in alone)], drafting, [width + i for i in drafting]]
+
     def apart(totals: Floats) -> Floats:
-        width = len(number.columns)
         return number.statistic(totals[..., :width]) - number.statistic(totals[..., width:])
 
     if not pairs:
         return None
     columns, groups = [values for _, values in pairs], [row.group for row, _ in pairs]
-    return measure(f"gain of {number.name}", columns, apart, groups, around)
+    return measure(f"gain of {number.name}", columns, apart, groups, around, started, servers)
 
 
 def mean_drafted(table: Iterable[PromptSums]) -> float:
@@ -351,11 +388,14 @@ def verify_ratio(costs: StepCosts, draft_length: float) -> float:
     return float(costs.verify(draft_length + 1.0)) / costs.target_step_ms
 
 
-def ttft_ms(table: Sequence[PromptSums], column: str) -> Measured:
+def ttft_ms(
+    table: Sequence[PromptSums], column: str, started: StartError | None = None
+) -> Measured:
     """Milliseconds to the first token, mean over prompts. column: of the prefill's seconds."""
-    timed = [(row.group, seconds) for row in table if (seconds := getattr(row, column)) is not None]
-    milliseconds = [(1000 * seconds, 1.0) for _, seconds in timed]
-    return measure("ttft_ms", milliseconds, groups=[group for group, _ in timed])
+    timed = [row for row in table if getattr(row, column) is not None]
+    milliseconds = [(1000 * getattr(row, column), row.outputs or 1) for row in timed]
+    groups = [row.group for row in timed]
+    return measure("ttft_ms", milliseconds, groups=groups, started=started, servers=[[0]])
 
 
 class Percentiles(Part):
@@ -424,6 +464,7 @@ def by_class(
     table: Iterable[PromptSums],
     class_of: Callable[[PromptSums], str | None],
     order: Iterable[str] | None = None,
+    started: StartError | None = None,
 ) -> dict[str, CategoryNumbers]:
     """The `COMPARED` numbers of each class of prompts; prompts without a class are left out.
 
@@ -435,7 +476,7 @@ def by_class(
             classes.setdefault(name, []).append(row)
     return {
         name: CategoryNumbers.model_validate(
-            {number.name: measured_or_none(number, classes[name]) for number in COMPARED}
+            {number.name: measured_or_none(number, classes[name], started) for number in COMPARED}
         )
         for name in order or sorted(classes)
         if name in classes

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from eval.decoding.prompt_run import PromptRun
 from eval.measuring.cost import StepCosts
+from eval.measuring.intervals import StartError, Starts
 
 
 class Speculation(NamedTuple):
@@ -81,7 +82,9 @@ class DraftLog:
     A field that an engine cannot measure is None; `missing` has the reason by report field.
     gamma: the draft length chosen for this draft. memory: {target_bytes, draft_bytes,
     kv_bytes_per_token: {target, draft}} of the checkpoints measured. lossless: fields of a
-    `Ledger`. by_load: from eval/engines/load.py. counters: of a server.
+    `Ledger`. by_load: from eval/engines/load.py. counters: of a server. again: runs of all
+    prompts by the servers, started again: (without the draft, with it); else empty. started: of
+    these servers, as in `measure`.
     """
 
     name: str
@@ -99,6 +102,8 @@ class DraftLog:
     full_form_bytes: int | None = None
     by_load: list[dict[str, Any]] = field(default_factory=list)
     counters: dict[str, Any] | None = None
+    again: list[tuple[PromptRun, PromptRun]] = field(default_factory=list)
+    started: StartError | None = None
     missing: dict[str, str] = field(default_factory=dict)
 
 
@@ -109,7 +114,8 @@ class RunLog:
     over_stock_generate: `Measured` tokens/s of the baseline / tokens/s of transformers' `generate`;
     None outside the reference decoder. spell: returns the bytes of a token id. special: ids of
     special tokens. target_quantization: type of the target's GGUF file; None for other files.
-    eager: "target" and names of drafts that ran on a GPU without CUDA graphs.
+    eager: "target" and names of drafts that ran on a GPU without CUDA graphs. starts: None unless
+    servers were started twice.
     """
 
     target: str
@@ -126,3 +132,4 @@ class RunLog:
     target_quantization: str | None = None
     environment: dict[str, Any] | None = None
     eager: list[str] = field(default_factory=list)
+    starts: Starts | None = None

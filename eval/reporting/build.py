@@ -18,7 +18,8 @@ from eval.reporting.fields import NGRAM, NGRAM_FIRST, SCHEMA, Report, checked
 
 # Fields that are copied from the logs
 OF_RUN = (
-    "target target_quantization engine device dtype decoding prompts environment eager provenance"
+    "target target_quantization engine device dtype decoding prompts environment starts eager "
+    "provenance"
 )
 OF_DRAFT = "path form vocabulary gamma gamma_policy by_load lossless counters"
 
@@ -33,17 +34,24 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
     """
     tables = {
         draft.name: prompt_table(
-            draft.runs, draft.baseline, draft.agreement or (), "tau" not in draft.missing
+            draft.runs,
+            draft.baseline,
+            draft.agreement or (),
+            "tau" not in draft.missing,
+            draft.again,
         )
         for draft in drafts
     }
+    started = {draft.name: draft.started for draft in drafts}
     shown = telling_prompts(drafts[-1].agreement or [])
     copied = copy_classes(run.answers)
     fields = {
         **{field: getattr(run, field) for field in OF_RUN.split()},
         "schema": SCHEMA,
         "baseline": {
-            "tokens_per_s": measured(metrics.BASELINE_TOKENS_PER_S, tables[drafts[0].name]),
+            "tokens_per_s": measured(
+                metrics.BASELINE_TOKENS_PER_S, tables[drafts[0].name], drafts[0].started
+            ),
             "over_stock_generate": run.over_stock_generate,
         },
         "answers": described(run.answers),
@@ -54,7 +62,12 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
         "gain": [
             {"draft": draft, "over": over}
             | {
-                number.name: metrics.difference(number, tables[draft], tables[over])
+                number.name: metrics.difference(
+                    number,
+                    tables[draft],
+                    tables[over],
+                    max(filter(None, (started[draft], started[over])), default=None),
+                )
                 for number in metrics.COMPARED
             }
             for draft, over in compared(drafts)
@@ -120,23 +133,28 @@ def _numbers(
         "mean_drafted": lambda: metrics.mean_drafted(table),
         "accepted_over_drafted": lambda: measured(metrics.ACCEPTED_OVER_DRAFTED, table),
         "per_position": lambda: metrics.per_position(table),
-        "speedup": lambda: measured(metrics.SPEEDUP, table),
+        "speedup": lambda: measured(metrics.SPEEDUP, table, log.started),
         "tokens_per_s": lambda: Both(
-            baseline=measured(metrics.BASELINE_TOKENS_PER_S, table),
-            speculative=measured(metrics.TOKENS_PER_S, table),
+            baseline=measured(metrics.BASELINE_TOKENS_PER_S, table, log.started),
+            speculative=measured(metrics.TOKENS_PER_S, table, log.started),
         ),
         "ttft_ms": lambda: Both(
-            baseline=metrics.ttft_ms(table, "baseline_prefill_seconds"),
-            speculative=metrics.ttft_ms(table, "prefill_seconds"),
+            baseline=metrics.ttft_ms(table, "baseline_prefill_seconds", log.started),
+            speculative=metrics.ttft_ms(table, "prefill_seconds", log.started),
         ),
         "itl_ms": lambda: Both(
-            baseline=metrics.itl_ms(log.baseline), speculative=metrics.itl_ms(log.runs)
+            baseline=metrics.itl_ms([*log.baseline, *(base for base, _ in log.again)]),
+            speculative=metrics.itl_ms([*log.runs, *(run for _, run in log.again)]),
         ),
-        "by_category": lambda: metrics.by_class(table, lambda row: row.category),
+        "by_category": lambda: metrics.by_class(
+            table, lambda row: row.category, started=log.started
+        ),
         "by_copy_share": lambda: metrics.by_class(
-            table, lambda row: copied.get(row.id), COPY_CLASSES
+            table, lambda row: copied.get(row.id), COPY_CLASSES, log.started
         ),
-        "by_context": lambda: metrics.by_class(table, metrics.context_class, metrics.CONTEXTS),
+        "by_context": lambda: metrics.by_class(
+            table, metrics.context_class, metrics.CONTEXTS, log.started
+        ),
     }
     if (agreement := log.agreement) is not None:
         numbers |= {

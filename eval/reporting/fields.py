@@ -16,7 +16,16 @@ from align.sources import abridged
 from eval.measuring.atlas import Atlas
 from eval.measuring.copy_share import TargetOutputs
 from eval.measuring.cost import Payoff, StepCosts
-from eval.measuring.intervals import Both, Count, Measured, Part, Positive, Quantity, Share
+from eval.measuring.intervals import (
+    Both,
+    Count,
+    Measured,
+    Part,
+    Positive,
+    Quantity,
+    Share,
+    Starts,
+)
 from eval.measuring.metrics import (
     CategoryNumbers,
     Latency,
@@ -134,7 +143,7 @@ class DraftReport(Part):
     )
     speedup: Measured = Field(
         description="wall seconds per emitted token without a draft / with it, prefill included; "
-        "same target, engine, dtype and run, prompt by prompt, or in halves one server at a time."
+        "same target, engine, dtype and run, prompt by prompt, or one server after another, twice."
     )
     decode_efficiency: Measured | None = Field(
         description="decode-phase speed-up / predicted speed-up; 1: no overhead beyond the models."
@@ -273,6 +282,9 @@ class Report(Part):
     prompts: PromptsUsed
     answers: TargetOutputs | None = Field(None, description="null: their token ids are not known")
     environment: Environment | None = None
+    starts: Starts | None = Field(
+        None, description="null: no server was started twice, so no interval covers starts"
+    )
     eager: list[str] = Field(
         [], description="`target` and drafts by name: ran on a GPU without CUDA graphs"
     )

@@ -147,6 +147,7 @@ def render_page(report: Report) -> str:
             warnings=[warning.text for warning in find_warnings(report)],
             name=label(name),
             waterfall=waterfall(draft),
+            starts=report.starts,
             results=result_table(report),
             gains=gain_table(report),
             charts=acceptance_charts({label(each): report.drafts[each] for each in names}),

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from eval.measuring.copy_share import TargetOutputs
 from eval.measuring.intervals import FEWEST_CLUSTERS, Measured
-from eval.reporting.fields import DraftReport, HeldOutCurve, Report
+from eval.reporting.fields import REFERENCE, DraftReport, HeldOutCurve, Report
 from eval.reporting.verdict import in_order, label, size
 
 NOT_MEASURED = "not measured"
@@ -24,8 +24,8 @@ DIVERGENCE_NOTE = (
 )
 LOAD_NOTE = (
     "With / without the draft, at steady loads: the first and the last requests do not count. "
-    "Intervals are over batches of requests. Outputs are not compared here, because bf16 sums "
-    "depend on the batch."
+    "Intervals are over batches of requests in place of prompts. Outputs are not compared here, "
+    "because bf16 sums depend on the batch."
 )
 # Short definitions from the fields' descriptions; docs/metrics.md has long ones.
 DEFINITIONS = {
@@ -218,12 +218,24 @@ def _table(
 def result_table(report: Report) -> Table:
     """The main table."""
     note = (
-        f"Brackets: 95% intervals over prompts. Target alone: {report.baseline.tokens_per_s:.1f} "
-        "tokens/s"
+        f"Brackets: 95% intervals {_covered(report)}. "
+        f"Target alone: {report.baseline.tokens_per_s:.1f} tokens/s"
     )
     if stock := report.baseline.over_stock_generate:
         note += f", {stock:.2f} of stock generate"
     return _by_draft("Results", report, RESULT, f"{note}.")
+
+
+def _covered(report: Report) -> str:
+    """What the intervals of speeds cover."""
+    if report.engine == REFERENCE:
+        return "over prompts"
+    if report.starts:
+        return (
+            f"over prompts and, for speeds, over two starts of each server, between which the "
+            f"speed of a server differs by {report.starts.deviation:.1%} (standard deviation)"
+        )
+    return "over prompts; not covered: what another start of a server changes"
 
 
 def gain_table(report: Report) -> Table:

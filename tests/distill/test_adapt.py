@@ -24,6 +24,7 @@ from distill.adapt import FAILED, NOTHING, PUBLISHED, REFUSED, judged, main
 from distill.recipe import build_recipe, dump
 from distill.traffic import DAY, Split, read_traffic, rows_of, split, usable
 from eval.decoding.target import weights_sha256
+from eval.measuring.intervals import Starts
 from eval.measuring.runs import REFERENCE_ONLY
 from eval.prompts import Prompt, write_prompts
 from eval.reporting.build import build_report
@@ -86,14 +87,27 @@ def test_twenty_weeks(compared, recent, earlier, engine, status):
     assert {verdict for verdict, _ in weeks} == {status}
 
 
-def test_what_a_server_start_changes_is_no_gain(compared):
+@pytest.mark.parametrize(
+    ("engine", "half", "over_starts", "status"),
+    [
+        ("torch", 0.001, None, PUBLISHED),
+        ("vllm", 0.001, None, NOTHING),  # the interval does not cover starts
+        ("vllm", 0.001, 0.0009, PUBLISHED),
+        ("vllm", 0.012, 0.001, PUBLISHED),
+        ("vllm", 0.012, 0.0119, NOTHING),  # t at this level is 4 times that of 95%
+    ],
+)
+def test_what_a_server_start_changes_is_no_gain(compared, engine, half, over_starts, status):
     """In vLLM one draft under two names differed by 4% of its speed-up (docs/lab-notes.md)."""
     report = compared(random.Random(1), PLAIN)
     served, gain = report.drafts["untuned"].speedup.mean, report.gain[0].speedup
-    gain.mean, gain.ci95 = 0.04 * served, (0.039 * served, 0.041 * served)
-    assert judged(report, report, 0.1)[0] == PUBLISHED
-    report.engine = "vllm"
-    assert judged(report, report, 0.1)[0] == NOTHING
+    gain.mean, gain.ci95 = 0.04 * served, ((0.04 - half) * served, (0.04 + half) * served)
+    report.engine = engine
+    if over_starts:
+        gain.over_starts = over_starts * served
+        servers = ("target", "untuned", "tuned")
+        report.starts = Starts(seconds_per_token={name: [1.0, 1.02] for name in servers})
+    assert judged(report, report, 0.1)[0] == status
 
 
 def test_a_draft_that_changes_outputs_is_refused(compared):

@@ -27,13 +27,17 @@ GREEDY = Decoding(Sampling(), frozenset(), 20)
 
 
 def told(visits):
-    """Visits as text: contender and prompts, passes after a bar, ! where the baseline judges."""
+    """Visits as text: contender and prompts, + before those timed again, passes after a bar.
+
+    An ! is where the baseline judges.
+    """
 
     def digits(numbers):
         return "".join(map(str, numbers))
 
     return " ".join(
-        f"{'ABC'[v.contender]}{digits(v.prompts)}{'|' * bool(v.passes)}{digits(v.passes)}"
+        f"{'ABC'[v.contender]}{digits(v.prompts)}{'+' * bool(v.again)}{digits(v.again)}"
+        f"{'|' * bool(v.passes)}{digits(v.passes)}"
         f"{'!' * v.judges}"
         for v in visits
     )
@@ -46,7 +50,9 @@ def test_servers_that_run_at_once_take_turns():
 
 
 def test_servers_that_run_one_at_a_time_go_there_and_back():
-    assert told(there_and_back(3, [[0], [1], [2], [3]], 2)) == "A02|0 B02|0 C0213|01 B13|1 A13|1!"
+    assert told(there_and_back(3, [[0], [1, 2]], 2)) == (
+        "A012|0 B012|0 C012|0 C+012|1 B+012|1 A+012|1!"
+    )
 
 
 def compared(servers, order=take_turns, loads=(), running=None):
@@ -66,14 +72,14 @@ def pairs(comparison):
     return [comparison.pairs(draft) for draft in comparison.drafting]
 
 
-@pytest.mark.parametrize("order", [take_turns, there_and_back])
-def test_all_work_is_done_once(fake, order):
+@pytest.mark.parametrize(("order", "times"), [(take_turns, 1), (there_and_back, 2)])
+def test_each_start_decodes_all_prompts_and_its_passes(fake, order, times):
     servers = [fake(1), fake(2), fake(3)]
     comparison = compared(servers, order, [2])
     assert pairs(comparison) == [[0, 1, 2, 3]] * 2
     for server in servers:
         lengths = [body["max_tokens"] for body in server.streamed]
-        assert lengths.count(20) == 4 + 2 * (2 + 10 + 2)  # 2 passes
+        assert lengths.count(20) == 4 * times + 2 * (2 + 10 + 2)  # 2 passes
         at_load = lengths[lengths.index(WARM_UP) :]
         assert at_load[:6] == [WARM_UP] * 2 + [20] * 4  # a server's first batches compile kernels
     for length, draft in enumerate(comparison.drafting, 2):
@@ -84,8 +90,8 @@ def test_all_work_is_done_once(fake, order):
         assert point["mean_acceptance_length"].mean == length
 
 
-@pytest.mark.parametrize("order", [take_turns, there_and_back])
-def test_each_turn_follows_the_servers_own_outputs(fake, order):
+@pytest.mark.parametrize(("order", "times"), [(take_turns, 1), (there_and_back, 2)])
+def test_each_turn_follows_the_servers_own_outputs(fake, order, times):
     """After a divergence the prompts of a later turn differ, so its output is not compared."""
     servers = [fake(1), fake(3), fake(3, model=Constant([7, *TEXT]))]
     turns = [{"role": "user", "content": text} for text in ("Hi.", "Why?", "Oh.")]
@@ -104,7 +110,7 @@ def test_each_turn_follows_the_servers_own_outputs(fake, order):
         asked = [body["messages"] for body in server.streamed]
         for sent in ([0], [0, words, 1], [0, words, 1, words, 2]):
             messages = [turns[turn] if isinstance(turn, int) else turn for turn in sent]
-            assert asked.count(messages) == 2
+            assert asked.count(messages) == 2 * times
     assert pairs(comparison) == [[*range(6)]] * 2
     same, other = (comparison.log(draft).lossless for draft in comparison.drafting)
     assert (same["prompts"], same["divergences"]) == (6, [])
@@ -119,6 +125,7 @@ def test_each_turn_follows_the_servers_own_outputs(fake, order):
         (there_and_back, 1, 1, [[0], [0, 1, 2, 3]]),
         (there_and_back, 0, 1, [[0], [0]]),
         (there_and_back, 0, 3, [[0, 1, 2], [0, 1, 2]]),
+        (there_and_back, 0, 6, [[0, 1, 2, 3], [0, 1, 2, 3]]),  # its second start
     ],
 )
 def test_outputs_from_before_a_failure_and_those_of_others_stay(
@@ -129,10 +136,10 @@ def test_outputs_from_before_a_failure_and_those_of_others_stay(
     comparison = compared(servers, order)
     assert pairs(comparison) == left
     failure = comparison.failures([comparison.baseline, *comparison.drafting][failing])["prompts"]
-    assert f"after {responses} of 4 prompts" in failure
+    assert f"after {responses % 4} of 4 prompts" in failure
     assert "answered 400" in failure
     if order is there_and_back and failing == 0:
-        assert len(servers[2].streamed) == 1 + (responses == 3) * 3  # none that is worth nothing
+        assert len(servers[2].streamed) == (8 if responses == 6 else responses)  # no vain work
 
 
 @pytest.mark.parametrize(
@@ -151,10 +158,11 @@ def test_a_failure_at_a_load_leaves_the_prompts_and_the_loads_before(fake, order
 
 
 @pytest.mark.parametrize(
-    ("failing", "time", "left"), [(1, 0, []), (1, 1, [0, 2]), (0, 1, [0, 2]), (0, 0, [])]
+    ("failing", "time", "left"),
+    [(1, 0, []), (1, 1, [0, 1, 2, 3]), (0, 1, [0, 1, 2, 3]), (0, 0, [])],
 )
 def test_a_server_that_does_not_start(fake, failing, time, left):
-    """The first time, or for its second half."""
+    """The first or the second time."""
     servers, started = [fake(1), fake(3), fake(3)], [0, 0, 0]
 
     @contextmanager

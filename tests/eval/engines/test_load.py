@@ -5,12 +5,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from scipy.special import stdtrit
 
 from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
 from eval.engines.load import Load, Request, TimedPass, load_point, passes, timed_pass
 from eval.engines.vllm import VllmServer
+from eval.measuring.intervals import StartError
 from eval.prompts import Prompt
 from eval.reporting.fields import LoadPoint, Report
 
@@ -105,13 +107,15 @@ def test_the_speedup_at_a_load_is_unbiased(concurrency, mean):
         return 0.030 + 0.0016 * k
 
     asked = passes(Load(concurrency), PROMPTS, 0)
-    point = load_point(
-        [(served(a, lengths, plain, 1), served(a, lengths, drafting, 2)) for a in asked]
-    )
+    pairs = [(served(a, lengths, plain, 1), served(a, lengths, drafting, 2)) for a in asked]
+    point = load_point(pairs)
     truth = 2 * plain(concurrency) / drafting(concurrency)
     assert point["speedup"].mean == pytest.approx(truth, rel=0.02)
     assert point["in_flight"].baseline == pytest.approx(concurrency, rel=0.03)
     assert point["in_flight"].speculative == pytest.approx(concurrency, rel=0.03)
+    wider, over_starts = load_point(pairs, None, StartError(0.03, 4)), 0.03 * stdtrit(4, 0.975)
+    for value, servers in ((wider["speedup"], 2), (wider["tokens_per_s"].baseline, 1)):
+        assert np.log(value.ci95[1] / value.mean) > 0.95 * over_starts * servers**0.5
 
 
 ALWAYS_GAINS, AT_FEW = {1: 1.2, 4: 1.1, 8: 1.05}, {1: 1.4, 4: 1.1, 8: 0.8}

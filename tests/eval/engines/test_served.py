@@ -14,7 +14,7 @@ from align.to_gguf import write_gguf
 from align.vocabulary import read_vocabulary
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
-from eval.engines import local_vllm
+from eval.engines import local_vllm, served
 from eval.engines.local_vllm import VllmServers
 from eval.engines.served import measure_servers, measure_started
 from eval.engines.server import ServerError
@@ -293,7 +293,7 @@ def test_servers_are_started_for_every_draft_and_length(tmp_path, prompts, pair,
     configs = [config for _, _, config in starter.started]
     assert not any("draft_sample_method" in config for config in configs if config)  # greedy
     lengths = [config and config["num_speculative_tokens"] for config in configs]
-    assert lengths == [None, 2, 2, 3, 3, 3, 2, 2, None]  # and back
+    assert lengths == [None, 2, 2, 3, 3, 3, 3, 2, 2, None]  # and back
     assert {(c["method"], c.get("model")) for c in configs if c} == {
         ("ngram", None),
         ("draft_model", str(tmp_path / "draft")),
@@ -324,6 +324,30 @@ def test_servers_are_started_for_every_draft_and_length(tmp_path, prompts, pair,
         assert draft.counters.mean_acceptance_length.mean == draft.gamma
         assert [point.concurrency for point in draft.by_load] == [1, 2]
     assert set(report.draft_length_by_load) == {"prompt-lookup", str(tmp_path / "draft")}
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_results_of_another_order_of_starts_are_not_used(
+    tmp_path, prompts, pair, start, monkeypatch, older
+):
+    """Until no order was noted, a server's outputs were of two starts."""
+
+    def no_memory(config):
+        raise ServerError("no memory")
+
+    start(no_memory)
+    with monkeypatch.context() as context:
+        if older:
+            begin = served._begin
+            context.setattr(served, "_begin", lambda j, about, *more: begin(j, about[:-1], *more))
+        assert command(prompts, tmp_path, *pair, "--gamma", "3") == 2
+    starter = start()
+    assert command(prompts, tmp_path, *pair, "--gamma", "3") == 0
+    drafting = [config is not None for _, _, config in starter.started]
+    assert drafting == ([False, *[True] * 4, False] if older else [True] * 4)
+    report = read_report(tmp_path / "report" / "report.json")
+    assert {len(times) for times in report.starts.seconds_per_token.values()} == {2}
+    assert report.drafts["own"].per_prompt[0].outputs == 2
 
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from scipy.special import stdtrit
 
 from eval.measuring import intervals
-from eval.measuring.intervals import Measured, around, measure, ratio, share
+from eval.measuring.intervals import Measured, StartError, above_zero, around, measure, ratio, share
 from eval.measuring.metrics import speedup_of
 
 # --- data that look like ours: (trials, prompts, columns) ---------------------------------------
@@ -174,6 +175,23 @@ def test_a_group_varies_as_a_whole():
     assert measured.ci95 == pytest.approx(added.ci95)
     assert (measured.n, measured.clusters, added.n) == (24, 23, 23)
     assert measure("it", rows, groups=[None] * 24) == measure("it", rows)
+
+
+def test_half_widths_over_prompts_and_over_starts_are_added_in_squares():
+    """Each has its own t; numbers without seconds stay as they are."""
+    rows = [*speeds(np.random.default_rng(5), 24)]
+
+    def half(*started):
+        measured = measure("it", rows, speedup_of, None, above_zero, *started)
+        return np.log(measured.ci95[1] / measured.mean)
+
+    error, t = StartError(0.03, 4), stdtrit(4, 0.975)
+    both = half(error, [[0], [2]])  # the speed-up has the error of two servers
+    assert both == pytest.approx(np.hypot(half(), t * 0.03 * np.sqrt(2)), rel=0.02)
+    wide = measure("it", rows, speedup_of, None, above_zero, error, [[0], [2]])
+    assert wide.over_starts == pytest.approx(wide.mean * t * 0.03 * np.sqrt(2), rel=0.02)
+    assert half(error, [[0, 2]]) == pytest.approx(half())  # one server
+    assert half(error, [[], []]) == half(StartError(0, 4), [[0]]) == half()
 
 
 def test_the_error_is_that_of_the_delta_method():
