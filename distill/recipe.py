@@ -413,9 +413,10 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
         "outputs; set train_on_prompts to false",
     )
     yield (
-        logged and recipe.answers_per_prompt > 1,
-        "answers_per_prompt answers",
-        "each logged output is read once; set answers_per_prompt to 1",
+        logged and (recipe.answers_per_prompt > 1 or recipe.cache_top_k == 1),
+        "answers answers_per_prompt cache_top_k",
+        "a logged output is read once, with several likely tokens; set answers_per_prompt to 1 and "
+        "cache_top_k to 15",
     )
     yield (
         not served

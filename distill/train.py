@@ -33,6 +33,7 @@ from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe, load_recipe
 from distill.run_folder import claim_folder, delete_training_state, refuse_another_run
 from distill.teacher.answers import USED, AnsweringTarget, note_used, to_answer
+from distill.teacher.logged import REMEDY
 from distill.teacher.started_vllm import answering_target
 from distill.teacher.states import cache_states
 from distill.teacher.store import Answers
@@ -80,6 +81,11 @@ def run_stages(recipe: Recipe, clock: Clock, measured: bool) -> int:
         with closing(target):
             held_out = target.answers(prompts.held_out.ids)
             answers = answered(recipe, prompts, target, clock)
+        if not answers:
+            raise UserError(
+                f"None of {answers.asked} logged outputs is the target's own ({answers.left_out}); "
+                f"{REMEDY}."
+            )
         if recipe.coverage_curve:
             if main_process:
                 print_coverage(pair, answers)

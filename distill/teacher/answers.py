@@ -211,6 +211,19 @@ def top_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return ids, top.float() - logits.float().logsumexp(-1, keepdim=True)
 
 
+def with_own(
+    ids: Tensor, logprobs: Tensor, own: Tensor, own_logprobs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens [R, C], the last replaced by the text's own token [R] if it is missing.
+
+    So the log-probability of every token of the text is known.
+    """
+    missing = (ids != own[:, None]).all(1)
+    ids, logprobs = ids.clone(), logprobs.clone()
+    ids[missing, -1], logprobs[missing, -1] = own[missing], own_logprobs[missing]
+    return ids, logprobs
+
+
 def note_used(folder: Path, target: Vocabulary, answers: Answers) -> None:
     """Write USED: which store and which outputs the run is trained on."""
     store, template = answers.store, str(target.chat_template or "")

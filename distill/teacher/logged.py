@@ -1,10 +1,11 @@
 """Logged outputs of the target: it only reads them, and those that are not its own are left out.
 
-One forward pass gives the log-probabilities at every token of an output. Whether the output is the
-target's own is tested by them. At each token, q is the target's distribution at the temperature of
-the output, over the cached tokens and one symbol for all others. For samples of q, the sum of
+One forward pass gives the log-probabilities at every token of an output, and these tell whether the
+output is the target's own. At each token, q is the target's distribution at the temperature of the
+output, over the C - 1 likeliest tokens and one symbol for all others. For samples of q, the sum of
 log q(x) has the mean minus the sum of the entropies, and the sum of the variances of log q as its
-variance. Greedy outputs are tested at a low temperature, because engines round differently.
+variance. Greedy outputs are compared at a low temperature, because engines round differently. The
+last cached token at a position is the output's own if this is not one of the likeliest.
 
 Legend: R response tokens, C cached tokens at each, V the target's vocabulary.
 """
@@ -23,10 +24,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from align.errors import UserError
 from align.machine import free_memory
 from align.vocabulary import Vocabulary
-from distill.teacher.answers import ANSWERS_PER_SHARD, AnsweringTarget, top_logprobs
+from distill.teacher.answers import ANSWERS_PER_SHARD, AnsweringTarget, top_logprobs, with_own
 from distill.teacher.served import Request, ServedTarget
 from distill.teacher.store import Answers, AnswerSettings, CachedAnswer, Record, Store, name_of
 from eval.decoding.forward import Decoder, in_pieces
@@ -34,12 +34,16 @@ from eval.decoding.target import Target
 from eval.engines.server import Server
 from eval.prompts import PromptSet
 
-LOWEST = 0.1  # temperature at which greedy outputs are tested
+LOWEST = 0.1  # temperature at which greedy outputs are compared
 BELOW = 4.0  # standard deviations below the mean from which an output is of another model
 RARE = 1e-3  # an own output has a token as rare as the rarest one at most this often
-ENDS = 1e-2  # the same for the end of an output
+ENDS = 1e-2  # an own output ends anywhere at a stop token as improbable at most this often
 PLAUSIBLE = 0.02  # probability from which a token may be the one that was emitted
 AHEAD = 16  # tokens whose text is compared with such a token
+REMEDY = (
+    "give the target, the chat template and the temperature with which they were generated "
+    "(answer_temperature, or `temperature` in each row)"
+)
 READ_ROWS = 4  # outputs that one forward reads
 
 
@@ -73,65 +77,62 @@ class Log:
         return names
 
     def own(self, answers: Answers) -> Answers:
-        """The outputs that the target can have given; prints how many others there are, and why.
-
-        Raises UserError if there are only others.
-        """
-        faults = [
-            self.fault(answer, self.by_name[name][1])
-            for answer, name in zip(answers, answers.names, strict=True)
-        ]
+        """The outputs that the target can have given; prints how many others there are, and why."""
+        faults, deviations = [], 0.0
+        for answer, name in zip(answers, answers.names, strict=True):
+            comparison = compared(answer, self.by_name[name][1], self.target.vocab_size)
+            faults.append(self.fault(answer, comparison))
+            deviations += comparison.deviation(torch.ones(len(answer.response_ids)).bool())
         kept = [n for n, fault in zip(answers.names, faults, strict=True) if fault is None]
         left_out = Counter(fault for fault in faults if fault is not None)
         counts = ", ".join(f"{count} {fault}" for fault, count in left_out.most_common())
-        remedy = (
-            "give the target, the chat template and the temperature with which the outputs were "
-            "generated (answer_temperature, or `temperature` in each row)"
-        )
-        if answers.names and not kept:
-            raise UserError(
-                f"None of {len(faults)} logged outputs is the target's own ({counts}); {remedy}."
-            )
         if faults and PartialState().is_main_process:
             used = f"{len(kept)} of {len(faults)} used"
             print(f"logged outputs: {used}; left out: {counts or 'none'}")
-            if len(kept) < len(faults) / 2:
-                print(f"Warning: more than half of the logged outputs are left out; {remedy}.")
+            # one output of a similar model may pass; many together do not
+            if len(kept) < len(faults) / 2 or deviations < -BELOW * math.sqrt(len(faults)):
+                print(
+                    "Warning: the logged outputs together are less likely than the target's own "
+                    f"({deviations / math.sqrt(len(faults)):.1f} standard deviations); {REMEDY}."
+                )
         return Answers(answers.store, kept, left_out)
 
-    def fault(self, answer: CachedAnswer, temperature: float) -> str | None:
-        """Why the target cannot have given this output at this temperature; None if it can."""
-        tested = test_of(answer, temperature, self.target.vocab_size)
+    def fault(self, answer: CachedAnswer, comparison: Comparison) -> str | None:
+        """Why the target cannot have given this output; None if it can."""
         ended = int(answer.response_ids[-1]) in self.target.all_stops
         size = len(answer.response_ids) - ended
-        rare = tested.at_most[:size] * size < RARE
-        if tested.deviation(~rare) < -BELOW:
+        rare = comparison.at_most[:size] * size < RARE
+        if comparison.deviation(~rare) < -BELOW:
             return "of another model or temperature"
         if rare.any():
             places = rare.nonzero().flatten().tolist()
-            other = all(self._tokenised_otherwise(answer, tested, place) for place in places)
+            other = all(self._tokenised_otherwise(answer, comparison, place) for place in places)
             return "tokenised otherwise than emitted" if other else "edited"
-        if ended and tested.at_most[-1] < ENDS:
+        if ended and comparison.log_q[-1].exp() * size < ENDS:
             return "cut off"
         return None
 
-    def _tokenised_otherwise(self, answer: CachedAnswer, tested: Test, place: int) -> bool:
+    def _tokenised_otherwise(
+        self, answer: CachedAnswer, comparison: Comparison, place: int
+    ) -> bool:
         """Whether the text from this place may begin with another token than the text's own."""
         tokens, ids = self.target.tokens, answer.response_ids[place : place + AHEAD].tolist()
         text = b"".join(token[1] for token in map(tokens.__getitem__, ids) if token is not None)
-        likely = answer.top_ids[place][tested.q[place, :-1] > PLAUSIBLE].tolist()
+        likely = answer.top_ids[place, :-1][comparison.q[place] > PLAUSIBLE].tolist()
         others = (tokens[i] for i in likely if i != ids[0])
         return any(token is not None and token[1] and text.startswith(token[1]) for token in others)
 
 
-class Test(NamedTuple):
+class Comparison(NamedTuple):
     """How an output's tokens compare with samples of q.
 
-    q: [R, C + 1], the last for all other tokens. excess: log q(x) and the entropy [R]. variance: of
-    log q [R]. at_most: the probability of a token that is at most as likely as x [R].
+    q: of the likeliest tokens [R, C - 1]. log_q: of x [R]. excess: the sum of log q(x) and the
+    entropy [R]. variance: of log q [R]. at_most: the probability of the tokens that are at most as
+    likely as x, or more [R].
     """
 
     q: Tensor
+    log_q: Tensor
     excess: Tensor
     variance: Tensor
     at_most: Tensor
@@ -146,12 +147,13 @@ class Test(NamedTuple):
         return float(excess.sum() / (variance.sum().clamp_min(0) + 1).sqrt())
 
 
-def test_of(answer: CachedAnswer, temperature: float, vocab_size: int) -> Test:
-    """The test of an output that was sampled at this temperature."""
-    logp, others = answer.top_logprobs.double(), max(vocab_size - answer.top_ids.shape[1], 1)
-    least = logp[:, -1]
-    # each of the others is at most as likely as the last cached token; fp16 rounds the sum
-    rest = torch.maximum(1 - logp.exp().sum(1), least.exp())
+def compared(answer: CachedAnswer, temperature: float, vocab_size: int) -> Comparison:
+    """The comparison for an output that was sampled at this temperature."""
+    logp = answer.top_logprobs.double()
+    likely, others = logp[:, :-1], vocab_size - logp.shape[1] + 1
+    least = likely[:, -1]
+    # each of the others is at most as likely as the last of these; fp16 rounds the sum
+    rest = torch.maximum(1 - likely.exp().sum(1), logp[:, -1].exp())
     log_rest = torch.minimum(rest.log(), least + math.log(others))
     power = 1 / max(temperature, LOWEST)
     # the largest sum of p ** power that the others can have
@@ -159,17 +161,22 @@ def test_of(answer: CachedAnswer, temperature: float, vocab_size: int) -> Test:
         log_rest = log_rest + (power - 1) * least
     else:
         log_rest = power * log_rest + (1 - power) * math.log(others)
-    log_q = torch.cat([power * logp, log_rest[:, None]], 1).log_softmax(1)
+    scores = torch.cat([power * likely, log_rest[:, None]], 1)
+    log_sum = scores.logsumexp(1, keepdim=True)
+    log_q, log_cached = scores - log_sum, power * logp - log_sum
     q = log_q.exp()
     found = answer.top_ids == answer.response_ids[:, None]
-    place = torch.cat([found, ~found.any(1, keepdim=True)], 1).int().argmax(1, keepdim=True)
+    place = found.int().argmax(1, keepdim=True)  # the last one stands for all others
     entropy = -(q * log_q).sum(1)
-    at_most = q.flip(1).cumsum(1).flip(1)
-    return Test(
-        q,
+    log_x = log_cached.gather(1, place)[:, 0]
+    at_most = q.flip(1).cumsum(1).flip(1).gather(1, place)[:, 0]
+    rare = place[:, 0] == likely.shape[1]
+    return Comparison(
+        q[:, :-1],
+        log_x,
         log_q.gather(1, place)[:, 0] + entropy,
         (q * log_q**2).sum(1) - entropy**2,
-        at_most.gather(1, place)[:, 0],
+        torch.where(rare, torch.minimum(at_most, others * log_x.exp()), at_most),
     )
 
 
@@ -243,15 +250,20 @@ def read_outputs(
             pass
     # slots of a head's padding are overwritten before they are read
     start = torch.tensor([len(row) for row in heads])
+    tokens = pad_sequence([torch.tensor(output) for _, output in texts], True)
     top: list[list[tuple[Tensor, Tensor]]] = [[] for _ in texts]
+    at = 0
     for logits in in_pieces(decoder, body, start, cache, last_only=False):
-        for row, row_logits in zip(top, logits, strict=True):
-            row.append(top_logprobs(row_logits, top_k))
+        said = tokens[:, at : (at := at + logits.shape[1])].to(decoder.device)
+        for row, row_logits, row_said in zip(top, logits, said, strict=True):
+            logprobs = row_logits.gather(1, row_said[:, None])[:, 0].float()
+            logprobs = logprobs - row_logits.float().logsumexp(-1)
+            row.append(with_own(*top_logprobs(row_logits, top_k), row_said, logprobs))
     answers = []
     for (prompt, output), row in zip(texts, top, strict=True):
         ids, logprobs = (torch.cat(parts)[: len(output)].cpu() for parts in zip(*row, strict=True))
-        said = torch.tensor(prompt), torch.tensor(output)
-        answers.append(CachedAnswer(*said, top_ids=ids, top_logprobs=logprobs))
+        text = torch.tensor(prompt), torch.tensor(output)
+        answers.append(CachedAnswer(*text, top_ids=ids, top_logprobs=logprobs))
     return answers
 
 

@@ -24,7 +24,13 @@ from tqdm import tqdm
 from align.machine import from_first
 from align.sources import load_tokenizer, read_json
 from align.vocabulary import Vocabulary
-from distill.teacher.answers import ANSWERS_PER_SHARD, USED, Answerer, AnsweringTarget
+from distill.teacher.answers import (
+    ANSWERS_PER_SHARD,
+    USED,
+    Answerer,
+    AnsweringTarget,
+    with_own,
+)
 from distill.teacher.store import Answers, AnswerSettings, CachedAnswer, Store
 from eval.decoding.loop import seed_of
 from eval.engines.server import PATIENT, UNPENALISED, Server, ServerError, token_ids
@@ -127,13 +133,14 @@ class Request:
         rows = self._choice(sent, prompt + output).logprobs.top_logprobs
         if len(rows) != (size := len(prompt) + len(output) + 1):
             raise ServerError(f"it has {len(rows)} distributions for {size} tokens; use vLLM")
-        ids, values = self._top(rows[len(prompt) : -1])
-        return CachedAnswer(
-            prompt_ids=torch.tensor(prompt),
-            response_ids=torch.tensor(output),
-            top_ids=torch.from_numpy(ids),
-            top_logprobs=torch.from_numpy(values).float(),
-        )
+        told = rows[len(prompt) : -1]
+        own = [(row or {}).get(f"token_id:{i}") for row, i in zip(told, output, strict=True)]
+        if None in own:
+            raise ServerError("it lacks log-probabilities of the text's own tokens; use vLLM")
+        said = torch.tensor(output)
+        ids, values = (torch.from_numpy(part) for part in self._top(told))
+        ids, values = with_own(ids, values.float(), said, torch.tensor(own))
+        return CachedAnswer(torch.tensor(prompt), said, ids, values)
 
     def _choice(self, sent: Any, prompt: list[int]) -> _Choice:
         """A response's output. Raises ServerError for another form, model or prompt."""

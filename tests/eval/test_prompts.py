@@ -23,6 +23,7 @@ from eval.prompts import (
     prompts_sha256,
     refuse_server_only,
     render,
+    render_output,
     render_set,
     turns_of,
     write_prompts,
@@ -387,7 +388,10 @@ CALLING = (
     "{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-QWEN3 = (resources.files("trl") / "chat_templates/qwen3.jinja").read_text("utf-8")
+QWEN3, DEEPSEEK = (
+    (resources.files("trl") / f"chat_templates/{name}.jinja").read_text("utf-8")
+    for name in ("qwen3", "deepseek_r1_distill")
+)
 TOOL = {
     "type": "function",
     "function": {
@@ -445,6 +449,32 @@ def test_tools_calls_and_results_are_rendered_as_transformers_does(
     write_prompts(written([]), [prompt])
     assert load_prompts(written([row])) == [prompt]
     assert prompts_sha256([prompt]) != prompts_sha256([replace(prompt, tools=None)])
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Turin"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"content": "Yes"}, "<think>\n\n</think>\n\nYes"),
+        ({"content": "Yes", "reasoning_content": "Hm"}, "<think>\nHm\n</think>\n\nYes"),
+        (call({"town": "Turin"}), f"<think>\n\n</think>\n\n{CALL}"),
+    ],
+)
+def test_a_logged_output_is_rendered_up_to_its_stop_token(letters, message, expected, cut):
+    letters.chat_template, end = QWEN3, "<|im_end|>"
+    letters.add_tokens([end])
+    output = {"message": {"role": "assistant"} | message, "cut": cut}
+    earlier = {"role": "assistant", "content": "No", "reasoning_content": "once thought"}
+    prompt = Prompt("1", messages=[*ASKING, earlier, *ASKING], tools=[TOOL], logged_output=output)
+    stops = {letters.convert_tokens_to_ids(end)}
+    ids = render_output(prompt, letters, stops)
+    assert letters.decode(ids) == expected + ("" if cut else end)
+    assert "once thought" not in letters.decode(render(prompt, letters))
+    letters.chat_template = DEEPSEEK  # it has no thoughts after its own "<think>"
+    assert render_output(prompt, letters, stops) is None
 
 
 def test_what_a_data_set_gives_a_row_because_others_have_it_is_left_out(letters, monkeypatch):

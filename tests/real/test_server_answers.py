@@ -117,6 +117,11 @@ def test_greedy_tokens_are_ours_and_log_probabilities_within_a_thousandth(argume
         tokens += len(stopped)
     print(f"{tokens} greedy tokens, {ties} at a tie; log-probabilities off by {worst:.1e} at most")
     assert worst < 1e-3
+    for answer in answers[:4]:  # read as a logged output
+        said = answer.prompt_ids.tolist(), answer.response_ids.tolist()
+        sent = served.server.ask("/v1/completions", request.body_of_text(said[0] + said[1]))
+        read = request.read_text(sent, *said)
+        assert (read.top_logprobs - answer.top_logprobs).abs().max() < 1e-3
 
 
 def train(arguments, *more):

@@ -17,6 +17,7 @@ from distill.prompt_sets import collect_prompts
 from distill.recipe import RecipeError
 from distill.teacher import served as module
 from distill.teacher.answers import LocalTarget, note_used, top_logprobs
+from distill.teacher.logged import read_outputs
 from distill.teacher.served import Request, ServedTarget
 from distill.teacher.started_vllm import answering_target
 from distill.teacher.store import Store, names_of
@@ -59,6 +60,16 @@ class StandIn(FakeVllm):
         rows = [dict(zip(i.tolist(), p.tolist(), strict=True)) for i, p in answer.captured]
         stops = {*self.target.stops, *body.get("stop_token_ids", [])}
         return answer.tokens, rows, "stop" if answer.tokens[-1] in stops else "length"
+
+    def read(self, ids):
+        with torch.no_grad():
+            logits = self.target.model(torch.tensor([ids])).logits[0, :-1]
+        top = zip(*(part.tolist() for part in top_logprobs(logits, 6)), strict=True)
+        chosen = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+        return [
+            {token: logprob} | dict(zip(*row, strict=True))
+            for row, token, logprob in zip(top, ids[1:], chosen, strict=True)
+        ]
 
     def generate(self, ids, body):
         """The answer with the top log-probabilities at each of its tokens."""
@@ -169,6 +180,43 @@ def contents(answers):
 def shards():
     """The shards of all stores."""
     return {path: path.read_bytes() for path in cache_folder().glob("teacher/*/shard-*")}
+
+
+def test_logged_outputs_are_read_as_the_weights_read_them(
+    stand_in, served, asked, target, tmp_path
+):
+    server, log = stand_in(), tmp_path / "log.jsonl"
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    outputs = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": text},
+                {"role": "assistant", "content": text},
+            ],
+            "token_ids": ids,
+            "temperature": 50.0,  # nothing is improbable
+        }
+        for text, ids in zip(["the cat", "sat on", "red barn", "old"], [[4], *outputs], strict=True)
+    ]
+    log.write_text("\n".join(map(json.dumps, rows)))
+    recipe = served(server, answers="logged", train_prompts=str(log))
+    tokenizer = load_tokenizer(recipe.target)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(recipe.target)
+    answers = all_of(asked(recipe))
+    assert len(answers) == 3  # the fourth is for tuning
+    for answer in answers:
+        prompt, output = answer.prompt_ids.tolist(), answer.response_ids.tolist()
+        (read,) = read_outputs(target.decoder, [(prompt, output)], 6)
+        assert torch.equal(answer.top_ids, read.top_ids)
+        torch.testing.assert_close(
+            answer.top_logprobs.float(), read.top_logprobs, atol=5e-3, rtol=2e-3
+        )
+    assert not any(body["max_tokens"] > 1 for _, body in server.requests if body.get("echo"))
+    before = len(server.requests)
+    all_of(asked(recipe))
+    assert len(server.requests) == before
 
 
 def test_greedy_answers_are_those_of_the_weights(stand_in, served, asked, target, tmp_path):
