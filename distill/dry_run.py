@@ -107,8 +107,11 @@ def print_memory(recipe: Recipe, longest: int, answers: int, answers_here: bool)
     if recipe.sibling is not None:
         draft = parameters(load_config(recipe.sibling).get_text_config())
     else:
-        layers = recipe.num_draft_layers if recipe.kind.language_model else 1
-        draft = parameters(pruned_config(target, layers))
+        layers = recipe.num_draft_layers if recipe.kind.language_model else 0
+        depth = target.num_hidden_layers
+        # without layers: one like the target's last, because the first ones may have no experts
+        sizes = [parameters(pruned_config(target, n)) for n in (layers, depth, depth - 1)]
+        draft = sizes[0] if layers else sizes[0] + sizes[1] - sizes[2]
     head_size = (
         getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
     )

@@ -6,6 +6,7 @@ Legend: V the target's vocabulary, H hidden size.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,14 +36,13 @@ from align.transplant import resized, transplant
 from align.trim import byte_units, choose_tokens
 from align.vocab_map import VocabMap, build_map
 from align.vocabulary import Vocabulary, mask_token, read_vocabulary
+from distill.drafters.kind import DraftKind
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe, build_recipe
 from eval.decoding.build import longest_context, refuse_undecodable
 from eval.decoding.drafters.formats import published_format
 from eval.decoding.target import Target, load_target
 from eval.measuring.evaluation import context_length
-
-PRUNABLE = ("llama", "qwen2", "qwen3", "mistral")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Pair:
         call this again for an embedding that stays.
         """
         embedding = self._target_tensor("embed_tokens.weight", dtype)
-        assert embedding is not None  # all families of PRUNABLE have this tensor
+        assert embedding is not None  # all types of DraftKind.targets have this tensor
         return embedding
 
     def target_head(self, dtype: torch.dtype) -> Tensor:
@@ -86,7 +86,7 @@ class Pair:
         for path in weight_files(resolve_checkpoint(self.target.spec)):
             with opened_weights(path) as file:
                 names = [n for n in file.keys() if n.endswith(ending)]  # noqa: SIM118
-                if names:
+                if names := [n for n in names if ".layers." not in n]:  # else of an MTP head
                     return file.get_tensor(names[0]).to(dtype)
         return None
 
@@ -125,7 +125,8 @@ def check_models(recipe: Recipe) -> Pair:
         )
     if recipe.sibling is None:
         keeps_layers = recipe.kind.language_model
-        check_prunable(target.config, recipe.num_draft_layers if keeps_layers else 0)
+        num_layers = recipe.num_draft_layers if keeps_layers else 0
+        check_prunable(target.config, num_layers, recipe.kind.targets)
         if recipe.draft_vocab_size is not None:
             mass = torch.zeros(target.vocab_size)
             choose_tokens(mass, recipe.draft_vocab_size, forced_tokens(target))
@@ -169,15 +170,18 @@ def with_published_kind(recipe: Recipe) -> Recipe:
     return build_recipe(recipe.values() | keys)
 
 
-def check_prunable(config: dict[str, Any], num_layers: int) -> None:
-    """Raise UserError where no draft of any kind can be made from the target of that config.
+def check_prunable(
+    config: dict[str, Any], num_layers: int, targets: Sequence[str] = DraftKind.targets
+) -> None:
+    """Raise UserError where no draft of a kind can be made from the target of that config.
 
-    num_layers: the layers that a pruned draft keeps; 0 for kinds that keep none.
+    num_layers: the layers that a pruned draft keeps; 0 for kinds that keep none. targets: see
+    DraftKind.
     """
-    if config["model_type"] not in PRUNABLE:
+    if config["model_type"] not in targets:
         raise UserError(
-            f"A draft cannot be made from a target of type {config['model_type']!r}, only from "
-            f"{', '.join(PRUNABLE)}; name a sibling with --draft, and --drafter sibling or pard."
+            f"This draft cannot be made from a target of type {config['model_type']!r}, only from "
+            f"{', '.join(targets)}; name a sibling with --draft, and --drafter sibling or pard."
         )
     if num_layers >= config["num_hidden_layers"]:
         raise UserError(

@@ -35,6 +35,7 @@ from align.sources import opened_weights, read_json, resolve_checkpoint, weight_
 from distill.card import Publication, derived_licence, draft_weights, in_one_file, write_card
 from distill.export import FULL_FORM
 from distill.recipe import read_yaml
+from eval.decoding.drafters.mtp import SERVED
 from eval.decoding.target import weights_sha256
 from eval.reporting.fields import Report, read_report
 
@@ -201,7 +202,9 @@ def publish(
 def copy_draft(run: Path, place: Path, reports: Sequence[Report], publication: Publication) -> None:
     """Copy the run's draft to `place`, with a model card; the folder appears whole."""
     with atomic_folder(place) as folder:
-        shutil.copytree(run / "draft", folder, dirs_exist_ok=True)
+        # links to the target's own files
+        links = shutil.ignore_patterns(SERVED)
+        shutil.copytree(run / "draft", folder, ignore=links, dirs_exist_ok=True)
         write_card(folder, run, reports, publication)
 
 

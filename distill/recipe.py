@@ -407,6 +407,11 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
         "strategy to auto",
     )
     yield (
+        any(getattr(recipe, key) for key in kind.unused),
+        " ".join(("drafter", *kind.unused)),
+        "this drafter cannot use these keys; leave them out",
+    )
+    yield (
         recipe.answers in ("vllm", "server", "logged") and recipe.train_on_prompts,
         "train_on_prompts answers",
         "distributions within prompts are neither requested from servers nor read with logged "

@@ -63,8 +63,8 @@ warnings.filterwarnings("ignore", message="`(is_)?gradient_checkpointing`", cate
 
 SCORES = 2**26  # bytes of attention scores that a batch on a CPU may keep for its gradients
 # Learning rates where a recipe names none: (full fine-tuning, LoRA). NEW_RATES are for a draft made
-# of the target, TRAINED_RATES for the recipe's `draft`. docs/lab-notes.md has measurements of
-# NEW_RATES; 5e-5 is a careful guess.
+# of the target, TRAINED_RATES for the recipe's `draft` and an MTP head. docs/lab-notes.md has
+# measurements of NEW_RATES; 5e-5 is a careful guess.
 NEW_RATES, TRAINED_RATES = (3e-3, 5e-3), (5e-5, 2e-4)
 SLOW_RATE = 1 / 3  # factor on the learning rate of least-squares-initialised weights
 SEEDS_A_STEP = 2**31 - 1  # more than there are outputs, so that no two steps share a seed
@@ -363,7 +363,7 @@ def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
     missing checkpoint.
     """
     resumed = _resumed(recipe)
-    rates = NEW_RATES if recipe.draft is None else TRAINED_RATES
+    rates = NEW_RATES if recipe.draft is None and not recipe.kind.trained else TRAINED_RATES
     values: dict[str, Any] = {
         "learning_rate": rates[recipe.use_peft],
         "report_to": "none",

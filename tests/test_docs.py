@@ -133,7 +133,7 @@ def check_vllm(words):
         if option == "--speculative-config":
             given = set(json.loads(value))
             assert "num_speculative_tokens" in given
-            assert "model" in given or json.loads(value)["method"] == "ngram"
+            assert "model" in given or json.loads(value)["method"] in ("ngram", "mtp")
 
 
 # other programs are not checked

@@ -73,7 +73,9 @@ class DraftKind:
     target, it keeps the first num_draft_layers layers. fitted_weights: beginnings of the names of
     least-squares-initialised weights, which need a lower learning rate. has_mask: whether the draft
     reads a token that occurs in no text (`Origin.mask`). added_modules: names of the modules that
-    are added to a language model and are trained in full with LoRA, too.
+    are added to a language model and are trained in full with LoRA, too. targets: types of the
+    targets that a draft is made from. trained: whether the target's checkpoint has a trained base
+    draft. unused: keys of a recipe that must have no value.
     """
 
     made_from: tuple[Literal["target", "sibling"], ...] = ("target",)
@@ -81,6 +83,9 @@ class DraftKind:
     fitted_weights: tuple[str, ...] = ()
     has_mask = False
     added_modules: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ("llama", "qwen2", "qwen3", "mistral")
+    trained = False
+    unused: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

@@ -187,13 +187,11 @@ class TransformersDecoder:
         last_only: bool = False,
         states: HiddenStates | None = None,
     ) -> Tensor:
-        rows, width = tokens.shape
-        slots = _Slots(start, rows, width, self.device)
-        layers = [_SlotLayer(slots, k, v) for k, v in zip(cache.keys, cache.values, strict=True)]
-        output = self._run(
-            tokens,
-            layers,
-            slots,
+        output = self.run(
+            self.model,
+            start,
+            cache,
+            input_ids=tokens,
             logits_to_keep=1 if last_only else 0,
             output_hidden_states=bool(states),
         )
@@ -201,15 +199,22 @@ class TransformersDecoder:
             states[layer] = output.hidden_states[layer]  # type: ignore[index]
         return output.logits
 
-    def _run(self, tokens: Tensor, layers: Any, slots: _Slots, **options: Any) -> Any:
+    def run(self, model: Any, start: int | Tensor, cache: KVCache, **inputs: Any) -> Any:
+        """The output of the model, or of its body, on a cache. start: see Decoder.forward.
+
+        inputs: arguments of the model, with input_ids [B, T] or inputs_embeds [B, T, H].
+        """
+        read = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
+        rows, width = read.shape[:2]
+        slots = _Slots(start, rows, width, self.device)
+        layers = [_SlotLayer(slots, k, v) for k, v in zip(cache.keys, cache.values, strict=True)]
+        return self._run(model, layers, slots, **inputs)
+
+    def _run(self, model: Any, layers: Any, slots: _Slots, **inputs: Any) -> Any:
         positions = {"position_ids": slots.positions} if self.takes_positions else {}
         with self._dtype(), _masks_by_row(slots):
-            return self.model(
-                input_ids=tokens,
-                past_key_values=Cache(layers=layers),
-                use_cache=True,
-                **positions,
-                **options,
+            return model(
+                past_key_values=Cache(layers=layers), use_cache=True, **positions, **inputs
             )
 
     def _dtype(self) -> AbstractContextManager[None]:
@@ -226,12 +231,13 @@ class TransformersDecoder:
             expected = self.model(input_ids=ids, use_cache=False).logits
         slots = _Slots(0, 2, half, self.device)
         layers = [_SlotLayer(slots) for _ in range(self.config.num_hidden_layers)]
-        self._run(ids[:, :half], layers, slots)
+        self._run(self.model, layers, slots, input_ids=ids[:, :half])
         first = torch.tensor([half, half - 1])  # the second row is rolled back by one token
         slots = _Slots(first, 2, half, self.device)
         for layer in layers:
             layer.slots = slots
-        got = self._run(ids.gather(1, slots.positions), layers, slots).logits
+        again = ids.gather(1, slots.positions)
+        got = self._run(self.model, layers, slots, input_ids=again).logits
         want = expected.gather(1, slots.positions[..., None].expand_as(got))
         # the median of a row, because rounding may send single tokens to another expert
         error = ((got - want).norm(dim=-1) / want.norm(dim=-1)).median(1).values.max()

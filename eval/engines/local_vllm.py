@@ -32,6 +32,7 @@ from align.sources import (
 )
 from align.transplant import resized
 from align.vocabulary import read_vocabulary
+from eval.decoding.drafters import mtp
 from eval.decoding.drafters.dflash import ARCHITECTURE
 from eval.decoding.drafters.formats import published_format
 from eval.decoding.drafters.lookup import LOOKUP
@@ -116,6 +117,8 @@ def speculation(
         method = "eagle3"  # in either layout
     if ARCHITECTURE in names:
         method = "dflash"
+    if mtp.ARCHITECTURE in names:
+        method, draft = "mtp", Path(draft) / mtp.SERVED
     if about.get("model_type") == "medusa":
         method, rows = "medusa", about.get("vocab_size", 0)
         if (kept := about.get("truncated_vocab_size", rows)) < rows:

@@ -18,6 +18,7 @@ from distill.trainer import build_trainer
 from tests.align.conftest import trained
 from tests.conftest import WORKER, cache_without_answers
 from tests.distill.training import FOLLOWED
+from tests.mtp import save_target
 
 WORDS = "the cat sat on a mat and the dog ran to the red barn while rain fell on old stones"
 TEXTS = [" ".join(WORDS.split()[i:] + WORDS.split()[:i]) for i in range(18)]
@@ -43,6 +44,7 @@ RUNS = {
     "whole medusa": ONE_LAYER | {"drafter": "medusa", "max_steps": 5},  # to be tuned further
     "dflash": ONE_LAYER | PARD | {"drafter": "dflash", "num_draft_layers": 2},
     "dflash trimmed bf16": TRIMMED | PARD | {"drafter": "dflash", "dtype": "bfloat16"},
+    "mtp": ONE_LAYER | {"drafter": "mtp", "target": "mtp", "max_steps": 120},
     "pard sibling": {"draft": "target"} | PARD,
     "pard lora": {"draft": "target"} | PARD | LORA,
     "pard pruned": ONE_LAYER | PARD,
@@ -96,7 +98,7 @@ def folder(shared, tiny_llama):
     """Models, each with its tokenizer, and prompts.
 
     target/ and roomy/, which has rows behind its last token; draft/ with other tokens; moved/ with
-    the target's in another order; small/ and large/ with padded heads.
+    the target's in another order; small/ and large/ with padded heads; mtp/ with an MTP head.
     """
     return shared("pair", lambda made: make_models(made, tiny_llama))
 
@@ -118,6 +120,8 @@ def make_models(folder, tiny_llama):
             model.lm_head.weight.mul_(8)  # sure of itself, so that there is something to learn
         model.generation_config.eos_token_id = 0
         model.save_pretrained(folder / name)
+    save_target(folder / "mtp", "deepseek_v3", 6, spread=1, vocab_size=TOKENS, eos_token_id=0)
+    words.from_pretrained(folder / "target").save_pretrained(folder / "mtp")
     backend = json.loads((folder / "target" / "tokenizer.json").read_text())
     vocabulary = backend["model"]["vocab"]
     size = len(vocabulary)

@@ -218,18 +218,6 @@ class Eagle3Decoder(FusedDecoder):
         )
         return self._norm(hidden, self.final_norm), hidden
 
-    def from_start(self, tokens: Tensor, hidden: Tensor, cache: KVCache | None = None) -> Tensor:
-        """The head's input [1, T, H] for the first T inputs of a text (`read`)."""
-        if tokens.shape[1] == 0:  # a text of one token gives no input
-            return hidden
-        cache = cache or self.new_cache(1, tokens.shape[1])
-        pieces = zip(tokens.split(PIECE, 1), hidden.split(PIECE, 1), strict=True)
-        read = [
-            self.read(piece, states, number * PIECE, cache)[0]
-            for number, (piece, states) in enumerate(pieces)
-        ]
-        return torch.cat(read, 1)
-
 
 @dataclass(kw_only=True)
 class Eagle3Drafter(CausalLMDrafter):
@@ -238,6 +226,18 @@ class Eagle3Drafter(CausalLMDrafter):
     def fused(self, states: HiddenStates) -> Tensor:
         """The states of the layer's inputs, from the target's of each layer; [1, T, H] each."""
         return self.decoder.fc(self.side_by_side(states, self.decoder.dtype))
+
+    def from_start(self, tokens: Tensor, hidden: Tensor, cache: KVCache | None = None) -> Tensor:
+        """The head's input [1, T, H] for the first T inputs of a text (`decoder.read`)."""
+        if tokens.shape[1] == 0:  # a text of one token gives no input
+            return hidden
+        cache = cache or self.decoder.new_cache(1, tokens.shape[1])
+        pieces = zip(tokens.split(PIECE, 1), hidden.split(PIECE, 1), strict=True)
+        read = [
+            self.decoder.read(piece, states, number * PIECE, cache)[0]
+            for number, (piece, states) in enumerate(pieces)
+        ]
+        return torch.cat(read, 1)
 
     def start(self, text: Text) -> Session:
         return Eagle3Session(self, text)
@@ -251,7 +251,7 @@ class Eagle3Drafter(CausalLMDrafter):
         hidden = self.fused({k: states[k][:, :-1] for k in self.layers})  # type: ignore[index]
         # after a prompt of one token, no input predicts the first token of the text
         first = max(0, tokens.shape[1] - len(text))
-        logits = decoder.head(decoder.from_start(tokens, hidden)[:, first:])[0]
+        logits = decoder.head(self.from_start(tokens, hidden)[:, first:])[0]
         return logits, len(text) - len(logits)
 
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
@@ -281,7 +281,7 @@ class Eagle3Session(TokenSession):
         fused = drafter.fused(text.states)
         if len(self.text) > 2:
             tokens = torch.tensor([self.text[1:-1]], device=drafter.decoder.device)
-            drafter.decoder.from_start(tokens, fused[:, :-1], self.cache)
+            drafter.from_start(tokens, fused[:, :-1], self.cache)
         self.new, self.states = self.text[-1:], fused[:, -1:]
         self.hidden = self.states
 

@@ -8,8 +8,10 @@ import torch
 
 from align.sources import read_json
 from distill.drafters.kind import Origin, kinds
+from distill.drafters.mtp import to_train
 from eval.decoding.build import build_decoder
 from eval.decoding.target import Target
+from tests.mtp import mtp_config, random_head
 
 VOCAB, SIZE, MASK = 61, 24, 60
 
@@ -29,6 +31,9 @@ def random_draft(target):
     def make(name, token_ids=None, layers=None):
         kind = kinds()[name]
         read = layers or kind.target_layers(target.model.config.to_dict())
+        if name == "mtp":
+            config = mtp_config("deepseek_v3", hidden_size=SIZE, vocab_size=VOCAB)
+            return to_train(random_head(config, 2), target.decoder.embedding)
         model = kind.initialise(Origin(target, token_ids, [], 1, 3, read, MASK)).model.float()
         torch.manual_seed(2)
         with torch.no_grad():

@@ -40,7 +40,7 @@ def batch_of(positions, states, seed, layers):
     }
 
 
-@pytest.mark.parametrize("name", ["pruned", "pard", "eagle3", "medusa"])
+@pytest.mark.parametrize("name", ["pruned", "pard", "eagle3", "medusa", "mtp"])
 def test_the_loss_of_a_row_hangs_neither_on_its_padding_nor_on_what_is_beside_it(
     target, random_draft, name
 ):
@@ -93,7 +93,7 @@ def test_a_spread_target_is_for_one_process(finished, monkeypatch):
         check_models(recipe)
 
 
-@pytest.mark.parametrize("name", ["remap", "trimmed", "eagle3", "medusa", "pard sibling"])
+@pytest.mark.parametrize("name", ["remap", "trimmed", "eagle3", "medusa", "mtp", "pard sibling"])
 def test_an_untrained_drafter_is_of_the_kind_that_will_draft(finished, name):
     recipe = finished(name)
     target = load_target(recipe.target, torch.float32, "cpu", 64)

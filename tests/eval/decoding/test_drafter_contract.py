@@ -27,6 +27,7 @@ from eval.decoding.drafters.eagle3 import FORMAT as EAGLE3
 from eval.decoding.drafters.eagle3 import Eagle3Session, build_eagle3
 from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
 from eval.decoding.drafters.medusa import MedusaDrafter, MedusaSession
+from eval.decoding.drafters.mtp import FORMAT as MTP
 from eval.decoding.drafters.pard import PardDrafter
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import Target
@@ -39,6 +40,7 @@ from eval.reporting.build import build_report
 from tests.eval.decoding.enumeration import emitted, of_target, played, total_variation
 from tests.eval.decoding.nearest_state import NearestState, StateSession
 from tests.eval.decoding.world import Remembered, make_side
+from tests.mtp import mtp_config, random_head
 
 LONGEST, CONTEXT, DEPTH = 40, 90, 4
 NEVER = frozenset({99})
@@ -164,6 +166,13 @@ def medusa(world):
     )
 
 
+def mtp(world, family):
+    """A head of that family on this target."""
+    model = random_head(mtp_config(family, vocab_size=world.vocab), 2)
+    model.set_input_embeddings(world.target.model.get_input_embeddings())
+    return MTP.drafter(model, None, world.target)
+
+
 def nearest_state(world):
     return NearestState(vocab_size=world.vocab, vocabulary=VOCABULARY, layers=(1, 2))
 
@@ -192,6 +201,8 @@ DRAFTERS = {
     "EAGLE-3, trimmed": (lambda world: eagle3(world, lambda v: torch.arange(0, v, 2)), "any"),
     "Medusa": (medusa, "any"),
     "DFlash": (dflash, "any"),
+    "MTP, DeepSeek": (lambda world: mtp(world, "deepseek_v3"), "any"),
+    "MTP, GLM": (lambda world: mtp(world, "glm4_moe"), "any"),
     "n-gram": (lambda world: prompt_lookup(world.target), "some"),
     "n-gram, then itself": (first(itself), "some"),
     "n-gram, then by map": (first(by_map), "some"),

@@ -1,0 +1,184 @@
+"""MTP heads in training: the target's own layer, tuned on its last hidden states (2509.18362).
+
+Several steps of a draft are trained at once. A position trains step k + 1 with probability BETA^k,
+so the losses have these weights in the mean. Embedding and LM head stay the target's. Legend: B
+rows, T tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from align.files import write_json
+from align.sources import load_config, opened_weights, resolve_checkpoint, weight_files
+from distill.drafters.batch import HeadInput, TrainingBatch, drawn_depths, mean_depth
+from distill.drafters.initialisation import FrozenEmbedding
+from distill.drafters.kind import Draft, DraftKind, Origin
+from eval.decoding.drafters.compact import COMPACT, check_compact
+from eval.decoding.drafters.mtp import (
+    ARCHITECTURE,
+    HEAD,
+    LAYER,
+    NORMED,
+    SERVED,
+    joined,
+    load_mtp,
+    outputs,
+)
+from eval.decoding.target import tensor_sha256
+
+STEPS = 3  # steps of a draft that are trained at once
+BETA = 0.6  # weight of a step over that of the step before
+
+
+class Mtp(DraftKind):
+    targets = tuple(NORMED)
+    trained = True
+    # engines give the layer the target's whole LM head; its steps share a cache of keys and values
+    unused = ("draft_vocab_size", "activation_checkpointing")
+
+    def target_layers(
+        self, target: Mapping[str, Any], published: Mapping[str, Any] | None = None
+    ) -> tuple[int, ...]:
+        return (target["num_hidden_layers"],)
+
+    def initialise(self, origin: Origin) -> Draft:
+        target = origin.target
+        folder = origin.published or resolve_checkpoint(target.spec)
+        config = target.model.config.get_text_config()
+        embedding = target.decoder.embedding
+        return Draft(to_train(load_mtp(folder, embedding, origin.head(), config), embedding))
+
+    def save(self, folder: Path, draft: Draft, embedding: Tensor, target: str) -> None:
+        config = load_config(target).get_text_config()
+        prefix = f"model.layers.{config.num_hidden_layers}."
+        trained = {name for name, _ in draft.model.named_parameters()}
+        tensors = {}
+        for name, tensor in draft.model.state_dict().items():
+            stored = tensor.to(embedding.dtype) if name in trained else tensor
+            if name == "lm_head.weight":
+                tensors[prefix + HEAD] = stored
+            elif name.startswith(LAYER):
+                tensors |= split_experts(prefix + name.removeprefix(LAYER), stored)
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        config.architectures = [ARCHITECTURE]
+        config.dtype = embedding.dtype
+        config.save_pretrained(folder)
+        about = {"format": COMPACT, "drafter": self.name}
+        about["embedding_sha256"] = tensor_sha256(embedding)
+        (folder / "compact.json").write_text(json.dumps(about, indent=2))
+        link_target(folder, resolve_checkpoint(target), tensors)
+
+    def load(self, folder: Path, embedding: Tensor, head: Callable[[], Tensor]) -> Draft:
+        check_compact(folder, embedding)
+        return Draft(to_train(load_mtp(folder, embedding), embedding))
+
+    def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
+        """Their losses are divided by the mean number of steps at a position."""
+        positions = batch.positions
+        depths = drawn_depths(positions, batch.width, batch.seeds, STEPS, BETA)
+        states, learned = [], []
+        for step, y in enumerate(unrolled(model, batch.input_ids, batch.states, STEPS)):
+            starts = (depths[: max(0, len(depths) - step)] > step).nonzero()[:, 0]
+            # a later token of a draft must be in the same text
+            starts = starts[positions[starts + step] == positions[starts] + step]
+            states.append(y.flatten(0, 1)[positions[starts + step]])
+            learned.append(starts + step)
+        return HeadInput(torch.cat(states), torch.cat(learned), 1 / mean_depth(STEPS, BETA))
+
+
+KIND = Mtp()
+
+
+def to_train(model: PreTrainedModel, embedding: Tensor) -> PreTrainedModel:
+    """The model in fp32 with the target's embedding and LM head, which are frozen."""
+    model = model.float()
+    model.set_input_embeddings(FrozenEmbedding(embedding))
+    model.get_output_embeddings().weight.requires_grad_(False)
+    return model
+
+
+def unrolled(
+    model: PreTrainedModel, input_ids: Tensor, states: Tensor, steps: int
+) -> Iterator[Tensor]:
+    """For each step of a draft, the LM head's inputs at each token [B, T, H]; zero at the first.
+
+    At step g the target has read all but the last g tokens. So an input sees the first step's
+    inputs at least g before it, and of each later step the input of the same draft. states: [B, T,
+    1, H].
+    """
+    body: Any = model.base_model
+    (layer,) = body.layers
+    embedded = F.pad(body.embed_tokens(input_ids[:, 2:]), (0, 0, 1, 0))  # `joined`: none at first
+    hidden = states[:, :-1, 0].to(embedded.dtype)
+    numbers = torch.arange(hidden.shape[1], device=hidden.device)
+    distances = numbers[:, None] - numbers  # of each query behind each key
+    cache = DynamicCache()
+    for step in range(steps):
+        if step:
+            hidden = F.pad(hidden, (0, 0, 1, 0))[:, :-1]
+        same_draft = [distances == step - later for later in range(1, step + 1)]
+        visible = torch.cat([distances >= step, *same_draft], 1)
+        mask = torch.zeros_like(visible, dtype=hidden.dtype)
+        state = body(
+            inputs_embeds=joined(layer, embedded, hidden),
+            attention_mask=mask.masked_fill_(~visible, float("-inf"))[None, None],
+            position_ids=numbers[None],
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+        y, hidden = outputs(layer, model.config.model_type, state)
+        yield F.pad(y, (0, 0, 1, 0))
+
+
+def split_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """A tensor of the model as in a checkpoint, where each expert has its own matrices."""
+    if match := re.fullmatch(r"(.*\.experts)\.gate_up_proj", name):
+        gates, ups = tensor.chunk(2, 1)
+        parts = {"gate": gates, "up": ups}
+    elif match := re.fullmatch(r"(.*\.experts)\.down_proj", name):
+        parts = {"down": tensor}
+    else:
+        return {name: tensor}
+    return {
+        f"{match[1]}.{expert}.{kind}_proj.weight": matrix
+        for kind, matrices in parts.items()
+        for expert, matrix in enumerate(matrices)
+    }
+
+
+def link_target(folder: Path, target: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write `served/`: the target with the layer of this folder, for engines.
+
+    The target's files are links, so nothing is copied. The names of `tensors` are in one more
+    shard, which sorts last: vLLM reads all tensors of each shard, and keeps the last of a name.
+    """
+    served, shard = folder / SERVED, "tuned-mtp.safetensors"
+    served.mkdir()
+    places: dict[str, str] = {}
+    size = 0
+    for path in weight_files(target):
+        # beside a file model.safetensors, no index is read
+        link = path.name.replace("model.safetensors", "model-target.safetensors")
+        (served / link).symlink_to(path.resolve())
+        size += path.stat().st_size
+        with opened_weights(path) as file:
+            places |= dict.fromkeys(file.keys(), link)
+    for path in target.iterdir():
+        if path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
+            (served / path.name).symlink_to(path.resolve())
+    (served / shard).symlink_to(Path("..") / "model.safetensors")
+    places |= dict.fromkeys(tensors, shard)
+    index = {"metadata": {"total_size": size}, "weight_map": places}
+    write_json(served / "model.safetensors.index.json", index)

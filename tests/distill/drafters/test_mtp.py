@@ -1,0 +1,183 @@
+"""MTP heads as they are trained: their steps, and what is written beside the target's files."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
+
+from align.errors import UserError
+from align.sources import read_json, weight_files
+from distill.drafters import mtp
+from distill.drafters.kind import Origin
+from distill.teacher.states import read_states
+from eval.decoding.build import build_decoder
+from eval.decoding.drafters.drafter import Text
+from eval.decoding.drafters.mtp import FORMAT, SERVED
+from eval.decoding.target import Target
+from eval.decoding.verification import Sampling
+from eval.engines.local_vllm import speculation
+from eval.reporting.fields import read_report
+from tests.mtp import FAMILIES, save_target
+
+TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 58, 9, 7, 9, 32, 3, 8, 46, 26, 43]
+GAMMA = 3
+
+
+def loaded(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    return Target(str(folder), model, None, build_decoder(model, 120), frozenset({62}))
+
+
+def base_draft(target):
+    return mtp.KIND.initialise(Origin(target, None, [], 1, GAMMA, (2,)))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def target(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    save_target(folder, request.param)
+    return loaded(folder)
+
+
+def last_states(target, ids):
+    """The target's last state at all ids [1, T, H]."""
+    return read_states(target.decoder, torch.tensor([*ids, 0]), (2,))[0][None].clone()
+
+
+def test_steps_of_a_draft_are_those_of_its_session(target):
+    model, drafter = (
+        base_draft(target).model,
+        FORMAT.drafter(base_draft(target).model, None, target),
+    )
+    seen = set()
+    for end in range(2, len(TEXT)):
+        known = last_states(target, TEXT[: end - 1])
+        so_far = Text(TEXT[:end], 64, Sampling(1.0), torch.Generator(), {2: known}, GAMMA)
+        got, q, _ = drafter.start(so_far).propose(GAMMA)
+        whole = torch.tensor([[*TEXT[:end], *got[:-1].tolist()]])
+        read = torch.nn.functional.pad(known[:, :, None], (0, 0, 0, 0, 0, GAMMA))
+        with torch.no_grad():
+            steps = mtp.unrolled(model, whole, read, GAMMA)
+            rows = [model.lm_head(y[0, end - 1 + step]) for step, y in enumerate(steps)]
+        torch.testing.assert_close(q, torch.stack(rows).softmax(-1), rtol=1e-3, atol=1e-5)
+        seen.update(got.tolist())
+    assert len(seen) > 3
+
+
+def test_each_step_learns_the_token_of_its_own_place(target, monkeypatch):
+    model = base_draft(target).model
+    ids = torch.tensor([TEXT[:9], [*TEXT[9:16], 0, 0]])
+    positions = torch.tensor([2, 3, 4, 5, 6, 9 + 3, 9 + 4, 9 + 5])
+    depths = torch.tensor([3, 1, 3, 2, 3, 2, 3, 3])
+    monkeypatch.setattr(mtp, "drawn_depths", lambda *_: depths)
+    batch = mtp.TrainingBatch(ids, positions, None, None, torch.randn(2, 9, 1, 32), None)
+    found = mtp.KIND.head_input(model, batch)
+    steps = [*mtp.unrolled(model, ids, batch.states, 3)]
+    # (step, position): a draft that begins at number n trains as many steps as were drawn there
+    first = [(0, n) for n in range(8)]
+    second = [(1, n + 1) for n in (0, 2, 3, 5, 6)]
+    third = [(2, n + 2) for n in (0, 2)]
+    assert found.learned.tolist() == [n for _, n in first + second + third]
+    wanted = [steps[step].flatten(0, 1)[positions[n]] for step, n in first + second + third]
+    torch.testing.assert_close(found.states, torch.stack(wanted))
+    assert found.weight == pytest.approx(1 / (1 + 0.6 + 0.36))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_not_trained_is_written_back_to_the_bit(tmp_path, family, dtype):
+    """And transformers loads the target, and its head, from what is written."""
+    source, folder = tmp_path / "target", tmp_path / "draft"
+    save_target(source, family, dtype=dtype)
+    folder.mkdir()
+    target = loaded(source)
+    draft = base_draft(target)
+    embedding = target.decoder.embedding
+    mtp.KIND.save(folder, draft, embedding, str(source))
+    before = {k: v for path in weight_files(source) for k, v in load_file(path).items()}
+    after = load_file(folder / "model.safetensors")
+    head = "model.layers.2.shared_head.head.weight"
+    assert after.keys() - before.keys() == {head}
+    assert all("model.layers.2." in name for name in after)
+    assert torch.equal(after[head], before["lm_head.weight"])
+    for name, tensor in after.items():
+        assert name == head or (tensor.dtype == before[name].dtype)
+        assert name == head or torch.equal(tensor, before[name])
+    again = mtp.KIND.load(folder, embedding, None).model.state_dict()
+    assert all(torch.equal(again[k], v) for k, v in draft.model.state_dict().items())
+
+    # one weight is trained: it alone is another one, in transformers as well
+    with torch.no_grad():
+        draft.model.model.layers[0].mlp.experts.down_proj[1] += 1
+    served, tuned = tmp_path / "tuned" / SERVED, tmp_path / "tuned"
+    tuned.mkdir()
+    mtp.KIND.save(tuned, draft, embedding, str(source))
+    places = read_json(served / "model.safetensors.index.json")["weight_map"]
+    assert places.keys() == before.keys() | {head}
+    assert {name for name in places if places[name] == "tuned-mtp.safetensors"} == after.keys()
+    assert sorted(places.values())[-1] == "tuned-mtp.safetensors"  # vLLM keeps the last of a name
+    for path in weight_files(served)[:-1]:
+        assert os.path.samefile(path, source / path.name.replace("-target", ""))
+    model = AutoModelForCausalLM.from_pretrained(served).eval()
+    for name, tensor in target.model.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
+    # transformers knows the layers of the published sizes only
+    model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2\."]
+    theirs = MtpModel.from_pretrained(model)
+    (block,) = theirs.layers
+    wanted = draft.model.model.layers[0].mlp.experts.down_proj.to(dtype)
+    assert torch.equal(block.mtp_block.mlp.experts.down_proj, wanted)
+
+    # the first step is that of transformers, but for the first input's embedding
+    ids, hidden = torch.tensor([TEXT]), last_states(target, TEXT[:-1]).to(dtype)
+    embedded = theirs.embed_tokens(ids[:, 1:]).clone()
+    embedded[:, 0] = 0
+    with torch.no_grad():
+        y = theirs.forward_layer(
+            0, hidden, torch.arange(len(TEXT) - 1)[None], None, inputs_embeds=embedded
+        )
+    drafter = FORMAT.load(tuned, loaded(served))
+    cache = drafter.decoder.new_cache(1, len(TEXT))
+    ours, carried = drafter.decoder.read(ids[:, 1:], hidden, 0, cache)
+    torch.testing.assert_close(ours, y)
+    # vLLM's GLM passes the state on without the last norm
+    assert torch.equal(carried, ours) == (family == "deepseek_v3")
+
+
+def test_a_target_without_the_layer_is_refused(tmp_path):
+    save_target(tmp_path, "glm4_moe")
+    target = loaded(tmp_path)
+    target.model.save_pretrained(tmp_path)  # as fine-tuning does
+    with pytest.raises(UserError, match="has 0 layers for multi-token prediction"):
+        base_draft(target)
+
+
+def test_vllm_gets_the_target_with_the_tuned_layer(finished):
+    recipe = finished("mtp")
+    draft = recipe.folder / "draft"
+    config = json.loads(speculation(draft, 3)[1])
+    assert config == {"method": "mtp", "model": str(draft / SERVED), "num_speculative_tokens": 3}
+    assert (draft / SERVED / "tokenizer.json").is_file()
+
+
+def test_the_tuned_head_is_accepted_more_often_on_other_prompts(finished):
+    folder = finished("mtp").folder
+    drafts = read_report(folder / "report" / "report.json").drafts
+    assert drafts["tuned"].alpha.mean > drafts["untuned"].alpha.mean + 0.2
+    # a checkpoint has what is trained, by the names with which it is resumed
+    saved = load_file(folder / "checkpoint-120" / "model.safetensors").keys()
+    assert {"model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.eh_proj.weight"} <= saved
+    assert not any("lm_head" in name or "embed_tokens" in name for name in saved)
+    tensors = [
+        {k: v for path in weight_files(place) for k, v in load_file(path).items()}
+        for place in (Path(finished("mtp").target), folder / "draft")
+    ]
+    head = "model.layers.2.shared_head.head.weight"
+    assert torch.equal(tensors[1].pop(head), tensors[0]["lm_head.weight"])
+    same = {name for name, tensor in tensors[1].items() if torch.equal(tensor, tensors[0][name])}
+    assert same == {"model.layers.2.mlp.gate.e_score_correction_bias"}
