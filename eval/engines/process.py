@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -110,7 +111,8 @@ def _last_words(server: subprocess.Popen[bytes], log: int) -> str:
     """The server's exit status, if it ended, and the last errors (else lines) of its log."""
     size = os.fstat(log).st_size
     said = os.pread(log, size, 0).decode("utf-8", "replace").splitlines()
-    reasons = [line.strip() for line in said if "Error:" in line or "error:" in line]
+    errors = [line.strip() for line in said if re.search("[Ee]rror:", line)]
+    reasons = [line for line in errors if "WARNING" not in line]
     status = server.poll()
     ending = "did not answer" if status is None else f"ended with status {status}"
     why = " / ".join((reasons or said)[-2:])[-600:] or "no output"
