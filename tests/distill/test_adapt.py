@@ -596,7 +596,7 @@ def test_a_draft_is_trained_on_traffic_and_published(
         assert main(call) == PUBLISHED, capsys.readouterr().err
     (recent, earlier, margin) = seen[0]
     assert margin == 0.1
-    assert recent.gain[0].alpha.bounds[0] > 0
+    assert recent.gain[0].alpha.mean > 0
     assert (recent.prompts.n, earlier.prompts.n) == (14 if gate else 16, 12)
     served = run / "adapt" / "current"
     assert recent.drafts["tuned"].sha256 == weights_sha256(str(served))
