@@ -98,7 +98,7 @@ def check_module(name, arguments, whole):
 
 def check_python(words, whole=True):
     match words:
-        case ["-m", "venv", _] | ["make_prompts.py"]:  # a block of docs/tutorial.md
+        case ["-m", "venv", _] | ["make_prompts.py" | "ask.py"]:  # blocks of docs/tutorial.md
             pass
         case ["-m", "vllm.entrypoints.openai.api_server", *arguments]:
             check_vllm(["serve", *arguments])
