@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from accelerate import PartialState
@@ -36,6 +39,7 @@ ANSWERS_PER_SHARD = 64  # a process that is killed loses at most this number of 
 USED = "answers.json"  # in a run's folder: the store and the outputs that it is trained on
 
 Answerer = Literal["local", "vllm", "server"]
+Made = Generator[tuple[str, Record], None, None]  # outputs by their names
 
 
 def who_answers(
@@ -81,17 +85,17 @@ def to_answer(prompts: list[list[int]], per_prompt: int, most: int | None) -> li
     return (prompts * per_prompt)[:most]
 
 
+@dataclass
 class AnsweringTarget:
     """A target that generates outputs, and the store of its outputs; every process has one.
 
     by: the name under which the store counts its outputs. verb: how it made them.
     """
 
-    by: Answerer
-    verb = "generated"
-
-    def __init__(self, store: Store, settings: AnswerSettings) -> None:
-        self.store, self.settings = store, settings
+    store: Store
+    settings: AnswerSettings
+    by: ClassVar[Answerer]
+    verb: ClassVar[str] = "generated"
 
     def check(self) -> None:
         """Raise an error if the target cannot be used. The first process calls it before a run."""
@@ -115,7 +119,9 @@ class AnsweringTarget:
             return Answers(self.store, [])
         clock, names = time.monotonic(), self.names(prompts, taught)
         missing = self.store.missing(names)
-        self._make({names[i]: prompts[i] for i in missing}, taught)
+        with closing(self.made({names[i]: prompts[i] for i in missing}, taught)) as made:
+            while shard := dict(islice(made, ANSWERS_PER_SHARD)):
+                self.keep(shard)
         self.store.wait_for(names)
         answers = Answers(self.store, names)
         lengths = answers.response_lengths
@@ -134,28 +140,30 @@ class AnsweringTarget:
             )
         return answers
 
-    def _make(self, missing: Mapping[str, list[int]], taught: bool) -> None:
-        """Store the outputs for these prompts by their names. Each process makes its share."""
+    def made(self, missing: Mapping[str, list[int]], taught: bool) -> Made:
+        """This process's share of the outputs for these prompts, by their names."""
         raise NotImplementedError
 
+    def keep(self, shard: Mapping[str, Record]) -> None:
+        """Store outputs that were made one after the other."""
+        self.store.append(shard, self.by)
+        free_memory()  # KV caches fragment the memory: 0.5 GB with 135M parameters
 
+
+@dataclass
 class LocalTarget(AnsweringTarget):
-    """A target in this process. layers: hidden states that are stored with new outputs."""
+    """A target in this process.
+
+    load: returns the target; called only if an output is missing. layers: hidden states that are
+    stored with new outputs.
+    """
 
     by = "local"
+    load: Callable[[], Target]
+    layers: Sequence[int] = ()
+    states: dict[str, Record] = field(default_factory=dict)  # of outputs that are not stored yet
 
-    def __init__(
-        self,
-        store: Store,
-        settings: AnswerSettings,
-        load: Callable[[], Target],
-        layers: Sequence[int] = (),
-    ) -> None:
-        """load: returns the target; called only if an output is missing."""
-        super().__init__(store, settings)
-        self.load, self.layers = load, layers
-
-    def _make(self, missing: Mapping[str, list[int]], taught: bool) -> None:
+    def made(self, missing: Mapping[str, list[int]], taught: bool) -> Made:
         state, settings = PartialState(), self.settings
         names, prompts = list(missing), list(missing.values())
         groups = prefill_groups(prompts)[state.process_index :: state.num_processes]
@@ -177,28 +185,23 @@ class LocalTarget(AnsweringTarget):
             Kept(lambda logits: top_logprobs(logits, settings.top_k), taught, self.layers),
             bar,
         )
-        pending: dict[str, Record] = {}
-        states: dict[str, Record] = {}
-        for count, answer in enumerate(generated, start=1):
-            ids, logprobs = zip(*answer.captured, strict=True)
-            text = torch.tensor(prompts[answer.index] + answer.tokens)
-            start = len(text) - len(ids)
-            pending[names[answer.index]] = CachedAnswer(
-                prompt_ids=text[:start],
-                response_ids=text[start:],
-                top_ids=torch.stack(ids).cpu(),
-                top_logprobs=torch.stack(logprobs).cpu(),
-            ).packed(target.vocab_size)
-            if self.layers:
-                states[name_of(text)] = {"states": torch.cat(answer.states)}
-            if count % ANSWERS_PER_SHARD == 0 or count == len(share):
-                # states first: an output stored without states needs a second pass for them
+        with bar:
+            for answer in generated:
+                captured = zip(*answer.captured, strict=True)
+                ids, logprobs = (torch.stack(part).cpu() for part in captured)
+                text = torch.tensor(prompts[answer.index] + answer.tokens)
+                start = len(text) - len(ids)
                 if self.layers:
-                    self.store.of_states(self.layers).append(states, self.by)
-                self.store.append(pending, self.by)
-                free_memory()  # KV caches fragment the memory: 0.5 GB with 135M parameters
-                pending, states = {}, {}
-        bar.close()
+                    self.states[name_of(text)] = {"states": torch.cat(answer.states)}
+                output = CachedAnswer(text[:start], text[start:], ids, logprobs)
+                yield names[answer.index], output.packed(target.vocab_size)
+
+    def keep(self, shard: Mapping[str, Record]) -> None:
+        # states first: an output stored without states needs a second pass for them
+        if self.layers:
+            self.store.of_states(self.layers).append(self.states, self.by)
+            self.states = {}
+        super().keep(shard)
 
 
 def top_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

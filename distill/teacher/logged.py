@@ -13,9 +13,9 @@ Legend: R response tokens, C cached tokens at each, V the target's vocabulary.
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,14 +24,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from align.machine import free_memory
 from align.vocabulary import Vocabulary
-from distill.teacher.answers import ANSWERS_PER_SHARD, AnsweringTarget, top_logprobs, with_own
+from distill.teacher.answers import AnsweringTarget, Made, top_logprobs, with_own
 from distill.teacher.served import Request, ServedTarget
-from distill.teacher.store import Answers, AnswerSettings, CachedAnswer, Record, Store, name_of
+from distill.teacher.store import Answers, CachedAnswer, name_of
 from eval.decoding.forward import Decoder, in_pieces
 from eval.decoding.target import Target
-from eval.engines.server import Server
 from eval.prompts import PromptSet
 
 LOWEST = 0.1  # temperature at which greedy outputs are compared
@@ -180,6 +178,7 @@ def compared(answer: CachedAnswer, temperature: float, vocab_size: int) -> Compa
     )
 
 
+@dataclass(kw_only=True)
 class _Reader(AnsweringTarget):
     """A target that reads the outputs of a log."""
 
@@ -194,18 +193,14 @@ class _Reader(AnsweringTarget):
         return self.log.own(super().answers(prompts))
 
 
+@dataclass
 class LocalReader(_Reader):
     """A target in this process. load: returns it; called only if an output has not been read."""
 
     by = "local"
+    load: Callable[[], Target]
 
-    def __init__(
-        self, store: Store, settings: AnswerSettings, load: Callable[[], Target], log: Log
-    ) -> None:
-        super().__init__(store, settings)
-        self.load, self.log = load, log
-
-    def _make(self, missing: Mapping[str, list[int]], taught: bool) -> None:
+    def made(self, missing: Mapping[str, list[int]], taught: bool) -> Made:
         state = PartialState()
         # outputs of similar prompts and lengths are read together, because rows are padded
         names = sorted(missing, key=lambda n: (len(missing[n]) // 64, len(self.log.by_name[n][0])))
@@ -214,25 +209,14 @@ class LocalReader(_Reader):
         if not share:
             return
         target = self.load()  # before the progress bar begins
-        bar = tqdm(
-            total=sum(map(len, share)),
-            desc="logged outputs",
-            unit="output",
-            file=sys.stderr,
-            disable=not state.is_main_process,
-        )
-        with bar:
-            pending: dict[str, Record] = {}
+        total, quiet = sum(map(len, share)), not state.is_main_process
+        with tqdm(desc="logged outputs", total=total, unit="output", disable=quiet) as bar:
             for group in share:
                 texts = [(missing[name], self.log.by_name[name][0]) for name in group]
                 read = read_outputs(target.decoder, texts, self.settings.top_k)
-                packed = (answer.packed(target.vocab_size) for answer in read)
-                pending |= dict(zip(group, packed, strict=True))
-                bar.update(len(group))
-                if len(pending) >= ANSWERS_PER_SHARD or group is share[-1]:
-                    self.store.append(pending, self.by)
-                    free_memory()
-                    pending = {}
+                for name, answer in zip(group, read, strict=True):
+                    yield name, answer.packed(target.vocab_size)
+                    bar.update()
 
 
 @torch.inference_mode()
@@ -267,23 +251,11 @@ def read_outputs(
     return answers
 
 
+@dataclass
 class ServerReader(_Reader, ServedTarget):
     """A target behind a server, which reads the outputs of a log."""
 
-    def __init__(
-        self,
-        store: Store,
-        settings: AnswerSettings,
-        target: Vocabulary,
-        prompts: list[list[int]],
-        server: Server,
-        log: Log,
-    ) -> None:
-        super().__init__(store, settings, target, prompts, server)
-        self.log = log
-
     def output(self, name: str, prompt: list[int], request: Request) -> CachedAnswer:
         said, _ = self.log.by_name[name]
-        about = f" to a logged output of {len(said)} tokens"
-        sent = self.server.ask("/v1/completions", request.body_of_text(prompt + said), about)
-        return self.checked(lambda: request.read_text(sent, prompt, said), about)
+        body, about = request.body_of_text(prompt + said), f" to an output of {len(said)} tokens"
+        return self.answer(body, about, lambda sent: request.read_text(sent, prompt, said))

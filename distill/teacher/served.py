@@ -7,13 +7,12 @@ log-probabilities of the most likely tokens at its position, as vLLM's /v1/compl
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -24,14 +23,8 @@ from tqdm import tqdm
 from align.machine import from_first
 from align.sources import load_tokenizer, read_json
 from align.vocabulary import Vocabulary
-from distill.teacher.answers import (
-    ANSWERS_PER_SHARD,
-    USED,
-    Answerer,
-    AnsweringTarget,
-    with_own,
-)
-from distill.teacher.store import Answers, AnswerSettings, CachedAnswer, Store
+from distill.teacher.answers import USED, Answerer, AnsweringTarget, Made, with_own
+from distill.teacher.store import Answers, AnswerSettings, CachedAnswer, Record, Store
 from eval.decoding.loop import seed_of
 from eval.engines.server import PATIENT, UNPENALISED, Server, ServerError, token_ids
 
@@ -249,14 +242,9 @@ def served_store(
     key: dict[str, Any] = {}
     if PartialState().is_main_process:
         key = read_json(folder / USED)["key"] if (folder / USED).exists() else {}
-        if not key or unanswered(Store.of(key, stores), names):
+        if not key or not Store.of(key, stores).has_all(names):
             key = _served_model(server) | settings.key
     return Store.of(from_first(key), stores)
-
-
-def unanswered(store: Store, names: list[str]) -> bool:
-    """Whether the store lacks any of these outputs."""
-    return any(name not in store for name in names)
 
 
 def _served_model(server: Server) -> dict[str, str]:
@@ -276,26 +264,19 @@ def _served_model(server: Server) -> dict[str, str]:
     }
 
 
+@dataclass
 class ServedTarget(AnsweringTarget):
     """A target behind a server; the first process prompts it, the others wait.
 
     prompts: all prompts of the run. witnesses: earlier outputs of this model, to detect a change.
     """
 
-    by: Answerer = "server"
+    by: ClassVar[Answerer] = "server"
     patience = PATIENT  # retries of a failed request
-
-    def __init__(
-        self,
-        store: Store,
-        settings: AnswerSettings,
-        target: Vocabulary,
-        prompts: list[list[int]],
-        server: Server | None = None,
-    ) -> None:
-        super().__init__(store, settings)
-        self.target, self.prompts, self.running = target, prompts, server
-        self.witnesses: list[CachedAnswer] = []
+    target: Vocabulary
+    prompts: list[list[int]]
+    running: Server | None = None
+    witnesses: list[CachedAnswer] = field(default_factory=list)
 
     @property
     def server(self) -> Server:
@@ -304,32 +285,26 @@ class ServedTarget(AnsweringTarget):
 
     def check(self) -> None:
         """Raise ServerError if the server has another target, unless all outputs are stored."""
-        if unanswered(self.store, self.names(self.prompts)):
+        if not self.store.has_all(self.names(self.prompts)):
             self._check_server()
 
-    def _make(self, missing: Mapping[str, list[int]], taught: bool) -> None:
+    def made(self, missing: Mapping[str, list[int]], taught: bool) -> Made:
         if not missing or not PartialState().is_main_process:
             return
         self.server.retries = self.patience
-        request = self.request()
+        request, about = self.request(), f"outputs of {self.server.url}"
 
-        def answer(item: tuple[str, list[int]]) -> tuple[str, CachedAnswer]:
+        def answer(item: tuple[str, list[int]]) -> tuple[str, Record]:
             name, prompt = item
-            return name, self.output(name, prompt, request)
+            return name, self.output(name, prompt, request).packed(self.target.vocab_size)
 
-        bar = tqdm(
-            total=len(missing),
-            desc=f"outputs of {self.server.url}",
-            unit="output",
-            file=sys.stderr,
-        )
-        with bar, ThreadPool(min(self.settings.batch_size, len(missing))) as pool:
+        with ThreadPool(min(self.settings.batch_size, len(missing))) as pool:
             answers = pool.imap_unordered(answer, missing.items())
-            while shard := dict(islice(answers, ANSWERS_PER_SHARD)):
-                self._check_witnesses()  # so the outputs before this line are from the same model
-                packed = {name: a.packed(self.target.vocab_size) for name, a in shard.items()}
-                self.store.append(packed, self.by)
-                bar.update(len(shard))
+            yield from tqdm(answers, about, len(missing), unit="output")
+
+    def keep(self, shard: Mapping[str, Record]) -> None:
+        self._check_witnesses()  # so the outputs before this line are from the same model
+        super().keep(shard)
 
     def output(self, name: str, prompt: list[int], request: Request) -> CachedAnswer:
         """The output with this name in the store. Raises ServerError."""
@@ -354,13 +329,15 @@ class ServedTarget(AnsweringTarget):
         text: sent in place of the prompt's ids; the server must tokenize it to these ids.
         """
         about, body = f" to a prompt of {len(prompt)} tokens", request.body(text or prompt, seed)
-        sent = self.server.ask("/v1/completions", body, about)
-        return self.checked(lambda: request.read(sent, prompt), about)
+        return self.answer(body, about, lambda sent: request.read(sent, prompt))
 
-    def checked(self, read: Callable[[], CachedAnswer], about: str) -> CachedAnswer:
-        """What `read` returns; its ServerError says which response is wrong."""
+    def answer(
+        self, body: dict[str, Any], about: str, read: Callable[[Any], CachedAnswer]
+    ) -> CachedAnswer:
+        """What `read` makes of the response to this request; its ServerError names the response."""
+        sent = self.server.ask("/v1/completions", body, about)
         try:
-            return read()
+            return read(sent)
         except ServerError as error:
             raise ServerError(
                 f"{self.server.url}, response{about}: {error}. This output was not stored."

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 from accelerate import PartialState
 
 from align.machine import from_first
 from align.sources import resolve_checkpoint
-from align.vocabulary import Vocabulary
 from distill.models import Pair, target_device
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe
 from distill.teacher.answers import (
     AnsweringTarget,
     LocalTarget,
+    Made,
     open_store,
     to_answer,
     who_answers,
 )
 from distill.teacher.logged import LocalReader, Log, ServerReader
-from distill.teacher.served import ServedTarget, open_server, served_store, unanswered
-from distill.teacher.store import AnswerSettings, Store, names_of, stores_of
+from distill.teacher.served import ServedTarget, open_server, served_store
+from distill.teacher.store import names_of, stores_of
 from eval.decoding.target import Target
 from eval.engines.local_vllm import gpu_arguments, serve_vllm, vllm_python
 from eval.engines.server import Server
@@ -44,10 +45,10 @@ def answering_target(
         log = Log([prompts.held_out, prompts.training], recipe.answer_temperature, pair.target)
         if not recipe.served:
             store = open_store(settings, pair.target, recipe.dtype, stores)
-            return LocalReader(store, settings, load, log)
+            return LocalReader(store, settings, load, log=log)
         server = open_server(str(recipe.answer_url), recipe.answer_model, settings)
         store = served_store(server, settings, recipe.folder, log.names(prompted), stores)
-        return ServerReader(store, settings, pair.target, prompted, server, log)
+        return ServerReader(store, settings, pair.target, prompted, server, log=log)
     device, taught = target_device(recipe), recipe.train_on_prompts
     by, why = from_first(who_answers(recipe.answers, device, taught))
     if PartialState().is_main_process:
@@ -58,10 +59,11 @@ def answering_target(
         return ServedTarget(store, settings, pair.target, prompted, server)
     store = open_store(settings, pair.target, recipe.dtype, stores)
     if by == "vllm":
-        return StartedVllm(store, settings, pair.target, prompted, recipe.dtype)
+        return StartedVllm(store, settings, pair.target, prompted, dtype=recipe.dtype)
     return LocalTarget(store, settings, load, pair.layers)
 
 
+@dataclass(kw_only=True)
 class StartedVllm(ServedTarget):
     """A target in a vLLM that the run starts. Its outputs share the reference decoder's store.
 
@@ -70,31 +72,22 @@ class StartedVllm(ServedTarget):
 
     by = "vllm"
     patience = Server.retries  # none, because vLLM is not restarted
-
-    def __init__(
-        self,
-        store: Store,
-        settings: AnswerSettings,
-        target: Vocabulary,
-        prompts: list[list[int]],
-        dtype: str,
-    ) -> None:
-        super().__init__(store, settings, target, prompts)
-        self.dtype, self.stack = dtype, ExitStack()
+    dtype: str
+    stack: ExitStack = field(default_factory=ExitStack)
 
     def check(self) -> None:
         """Raise EngineMissing if an output is missing and vLLM is not installed."""
-        if unanswered(self.store, self.names(self.prompts)):
+        if not self.store.has_all(self.names(self.prompts)):
             vllm_python()
 
     def close(self) -> None:
         self.stack.close()
         self.running = None
 
-    def _make(self, missing: Mapping[str, list[int]], taught: bool) -> None:
+    def made(self, missing: Mapping[str, list[int]], taught: bool) -> Made:
         if missing and PartialState().is_main_process and self.running is None:
             self._start()
-        super()._make(missing, taught)
+        return super().made(missing, taught)
 
     def _start(self) -> None:
         positions = max(map(len, self.prompts)) + self.settings.decoding.max_new_tokens

@@ -7,7 +7,6 @@ layers, H hidden size.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -58,13 +57,8 @@ def cache_states(answers: Answers, layers: Sequence[int], load: Callable[[], Tar
     shards = [
         missing[at : at + ANSWERS_PER_SHARD] for at in range(0, len(missing), ANSWERS_PER_SHARD)
     ]
-    for shard in tqdm(
-        shards[state.process_index :: state.num_processes],
-        desc="target states",
-        unit="shard",
-        file=sys.stderr,
-        disable=not state.is_main_process,
-    ):
+    share = shards[state.process_index :: state.num_processes]
+    for shard in tqdm(share, "target states", unit="shard", disable=not state.is_main_process):
         records = {}
         for i in shard:
             states = read_states(load().decoder, answers[i].text, layers)

@@ -216,6 +216,9 @@ class Store:
         """
         return from_first([i for i, name in enumerate(names) if name not in self])
 
+    def has_all(self, names: Sequence[str]) -> bool:
+        return all(name in self for name in names)
+
     def wait_for(self, names: Sequence[str]) -> None:
         """Wait until all processes have written their share of these records.
 
@@ -224,7 +227,7 @@ class Store:
         wait_on_host()  # the first process may have a vLLM on all GPUs
         self.refresh()
         deadline = time.monotonic() + VISIBLE_SECONDS
-        while any(name not in self for name in names) and time.monotonic() < deadline:
+        while not self.has_all(names) and time.monotonic() < deadline:
             time.sleep(1)
             self.refresh()
         if lacking := sum(name not in self for name in names):

@@ -12,7 +12,7 @@ from pathlib import Path
 from trl import SFTTrainer
 
 from distill import held_out, prompt_sets
-from distill.teacher import answers, served
+from distill.teacher import answers
 from distill.teacher.store import Store
 from distill.train import main
 from eval.engines.server import Server
@@ -58,7 +58,7 @@ def train_apart(recipe, stage, dies, machines):
         (machine / name).mkdir(parents=True, exist_ok=True)
         os.environ[name] = str(machine / name)
     tempfile.tempdir = None  # so that it is looked for again
-    answers.ANSWERS_PER_SHARD = served.ANSWERS_PER_SHARD = 2
+    answers.ANSWERS_PER_SHARD = 2
     if os.environ["RANK"] != "0":
         del Server._request, prompt_sets._chosen
     if stage == "answers" and os.environ["RANK"] == str(dies):

@@ -9,7 +9,7 @@ import torch
 
 from distill.models import check_models
 from distill.prompt_sets import collect_prompts
-from distill.teacher import served, started_vllm
+from distill.teacher import started_vllm
 from distill.teacher.answers import who_answers
 from distill.teacher.started_vllm import answering_target
 from distill.teacher.store import names_of
@@ -38,7 +38,7 @@ def started(monkeypatch):
             server.ended = True
 
     monkeypatch.setattr(started_vllm, "serve_vllm", serve)
-    monkeypatch.setattr(served, "ANSWERS_PER_SHARD", 2)
+    monkeypatch.setattr("distill.teacher.answers.ANSWERS_PER_SHARD", 2)
     monkeypatch.setenv(VLLM_PYTHON, sys.executable)
     return servers
 
