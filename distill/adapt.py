@@ -286,7 +286,6 @@ def training_recipe(args: argparse.Namespace, served: Path, rows: Split, work: P
         "answers_per_prompt": 1,
         "answer_temperature": values["temperature"],  # of rows without one
         "train_on_prompts": False,
-        "speculative_url": None,
         "train_prompts": str(work / "train.jsonl"),
         "eval_prompts": str(work / "test.jsonl"),
         "max_train_prompts": len(rows.train),

@@ -1,4 +1,4 @@
-"""Measure base and distilled draft on the same prompts: in this process or behind servers."""
+"""Measure base and distilled draft on the same prompts, in this process."""
 
 from __future__ import annotations
 
@@ -23,9 +23,6 @@ from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
 from eval.engines.local_vllm import speculation
-from eval.engines.served import measure_servers
-from eval.engines.server import ServerError
-from eval.engines.vllm import VllmServer
 from eval.measuring.evaluation import Plan
 from eval.measuring.evaluation import evaluate as measure
 from eval.measuring.journal import JOURNAL, Journal
@@ -39,10 +36,8 @@ def evaluate(
 ) -> Report | None:
     """Write and return the report (`report/`), with `provenance.json` and the draft's model card.
 
-    load: returns the target; None: nothing is measured, and the result is None. With `answers:
-    server` the report compares `speculative_url` with `answer_url`; without `speculative_url` the
-    result is None. Raises ServerError for a server that cannot be measured. If a server fails
-    midway, the report of the measured prompts is written.
+    load: returns the target; None: nothing is measured, and the result is None. It is also None if
+    the target is behind a server: then the commands that serve and measure the draft are printed.
     """
     folder = recipe.folder
     for path in weight_files(folder / "draft"):  # not measured if there is a trimmed checkpoint
@@ -51,7 +46,7 @@ def evaluate(
     made_by = provenance(recipe, prompts, clock.seconds())
     report = None
     if load is not None and recipe.served:
-        report = _measured_served(recipe, prompts, made_by)
+        print_commands(recipe)
     elif load is not None:
         report = _measured_here(recipe, pair, prompts, load(), clock, made_by)
     write_json(folder / "provenance.json", made_by)
@@ -60,12 +55,6 @@ def evaluate(
     report = report.model_copy(update={"held_out": held_out_curve(folder, prompts.held_out)})
     write_report(folder / "report", report)
     write_card(folder / "draft", folder, [report])
-    broken_off = [m.reason for m in report.last[1].missing if m.field == "prompts"]
-    if broken_off:
-        raise ServerError(
-            f"only a part was measured, {broken_off[0]} The report has these prompts; the same "
-            "command measures all."
-        )
     return report
 
 
@@ -108,36 +97,16 @@ def _measured_here(
         return build_report(*logs)
 
 
-def _measured_served(recipe: Recipe, prompts: Prompts, made_by: dict[str, Any]) -> Report | None:
-    """The report of two servers. If only one is named, print how to serve the draft."""
+def print_commands(recipe: Recipe) -> None:
+    """Print how to serve the draft, and how to compare its server with the target's."""
     served = read_json(recipe.folder / USED)["key"]["served model"]
-    draft = (recipe.folder / "draft").resolve()
-    words = ["vllm", "serve", recipe.target, "--served-model-name", served]
-    gamma, method = recipe.gamma or USUAL_GAMMA, recipe.draft_sample_method
-    command = shlex.join([*words, *speculation(draft, gamma, draft_sample_method=method)])
-    advice = (
-        f"Serve the target with this draft where {recipe.folder / 'draft'} can be read:\n\n"
-        f"    {command}\n\nand run the same command again"
+    gamma, draft = recipe.gamma or USUAL_GAMMA, (recipe.folder / "draft").resolve()
+    drafting = speculation(draft, gamma, draft_sample_method=recipe.draft_sample_method)
+    serve = ["vllm", "serve", recipe.target, "--served-model-name", served, *drafting]
+    measure = ["python", "-m", "eval.run", "--run", str(recipe.folder), "--engine", "vllm"]
+    measure += ["--baseline_url", str(recipe.answer_url), "--gamma", str(gamma)]
+    print(
+        f"\nThe draft is complete, not measured. Serve the target with it where {draft} can be "
+        f"read:\n\n    {shlex.join(serve)}\n\nand compare the two servers:\n\n"
+        f"    {shlex.join(measure)} --base_url tuned=http://HOST:PORT"
     )
-    if recipe.speculative_url is None:
-        print(f"\nThe draft is complete, not measured. {advice} with --speculative_url http://….")
-        return None
-    assert recipe.answer_url is not None
-    try:
-        return measure_servers(
-            {"tuned": VllmServer(recipe.speculative_url, model=served)},
-            VllmServer(recipe.answer_url, model=served),
-            prompts.evaluation.drawn(recipe.speed_prompts, recipe.seed),
-            Decoding(
-                recipe.sampling,
-                frozenset(),
-                recipe.max_new_tokens,
-                recipe.seed,
-                draft_sample_method=None,
-            ),
-            made_by,
-            target=recipe.target,
-            gamma=recipe.gamma,
-        )
-    except ServerError as error:
-        raise ServerError(f"{error}\nThe draft is complete and is kept. {advice}.") from None

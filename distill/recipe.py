@@ -85,7 +85,6 @@ class Recipe:
     answers: Answerer = _key("source of the target's outputs: local, vllm, server, logged", "auto")
     answer_url: Text | None = _key("address of the target's server, http://HOST:PORT", None)
     answer_model: Text | None = _key("the target's name on its server; null: its only model", None)
-    speculative_url: Text | None = _key("server with target and draft; null: no evaluation", None)
     answer_temperature: NotNegative = _key("temperature of the outputs to train on", 0.0)
     answers_per_prompt: Count = _key("outputs for each training prompt", 1)
     train_on_prompts: bool = _key("also train on the distributions within prompts", False)
@@ -362,8 +361,8 @@ def _check_together(recipe: Recipe) -> None:
             f"drafter is {recipe.kind_name!r}, but must be one of {', '.join(kinds())}; correct it."
         )
     values = recipe.values() | {"drafter": recipe.kind_name}
-    for url in filter(None, (recipe.answer_url, recipe.speculative_url)):
-        check_address(url)
+    if recipe.answer_url is not None:
+        check_address(recipe.answer_url)
     for contradict, keys, reason in _contradictions(recipe):
         if contradict:
             named = ", ".join(f"{key} is {yaml_text(values.get(key))}" for key in keys.split())
@@ -387,12 +386,6 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
         recipe.temperature == 0 and (recipe.top_k is not None or recipe.top_p != 1),
         "temperature top_k top_p",
         "greedy decoding ignores top_k and top_p; set temperature, or leave them out",
-    )
-    truncated = recipe.long_prompts == "truncate_left"
-    yield (
-        truncated and recipe.speculative_url is not None,
-        "long_prompts speculative_url",
-        "the servers render whole prompts; set long_prompts to drop",
     )
     yield (
         ("target" if recipe.sibling is None else "sibling") not in kind.made_from,
@@ -432,18 +425,8 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
         "other values of answers use no server; set both, or remove these keys",
     )
     yield (
-        recipe.speculative_url is not None and not served,
-        "speculative_url answer_url",
-        "the two servers are compared; set both, or neither",
-    )
-    yield (
         served and recipe.sibling is None,
         "answer_url drafter draft",
         "this drafter is made from the target's weights, but a server has the target; name a "
         "sibling with draft, or leave answer_url out",
-    )
-    yield (
-        served and recipe.speculative_url == recipe.answer_url,
-        "answer_url speculative_url",
-        "only one of the two servers may speculate; start two",
     )

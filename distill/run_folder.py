@@ -29,7 +29,7 @@ from eval.prompts import prompts_sha256
 # Keys that may change between two starts of a run.
 FREE_KEYS = set(
     "dry_run coverage_curve resume_from_checkpoint output_dir logging_steps save_steps report_to "
-    "answer_url speculative_url target_hub_id device_map".split()
+    "answer_url target_hub_id device_map".split()
 )
 # Keys that may change until the draft exists; a checkpoint has the number of sequences of a step.
 BATCH_KEYS = {"per_device_train_batch_size", "gradient_accumulation_steps"}

@@ -63,7 +63,6 @@ def measure_servers(
     prompts: PromptSet,
     decoding: Decoding,
     provenance: dict[str, Any],
-    target: str | None = None,
     gamma: int | None = None,
     loads: Sequence[Load] = (),
     limits: dict[str, float] | None = None,
@@ -71,9 +70,8 @@ def measure_servers(
 ) -> Report:
     """The report of running servers, by the name of the draft, compared with a plain server.
 
-    target: the target's name in the report; None: the name in the servers. gamma: the servers'
-    draft length. limits: of the goodput. Raises ServerError if nothing can be measured: a
-    server does not answer, serves another target, or is the baseline and speculates.
+    gamma: the servers' draft length. limits: of the goodput. Raises ServerError if nothing can be
+    measured: a server does not answer, serves another target, or is the baseline and speculates.
     """
     for server in drafts.values():
         if server.model != baseline.model:
@@ -105,7 +103,7 @@ def measure_servers(
         comparison,
         provenance,
         "the server's own rule",  # a running server does not report it
-        target=target or baseline.model,
+        target=baseline.model,
         device=baseline.host,
         dtype="dtype of the server",
         environment=machine,

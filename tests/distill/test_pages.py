@@ -25,7 +25,7 @@ SHORT = {"dtype": "float32", "use_cpu": True, "bf16": False, "max_steps": 4, "ca
          "max_gamma": 2, "lora_r": 4, "disable_tqdm": True, "minutes": None, "num_draft_layers": 1,
          "draft_vocab_size": None, "warmup_steps": 0, "fit_tokens": 400,
          "max_train_prompts": 12, "max_eval_prompts": None,
-         "answers": "local", "answer_url": None, "speculative_url": None}  # fmt: skip
+         "answers": "local", "answer_url": None}  # fmt: skip
 MODULES = {
     "align.check": check.main,
     "distill.publish": distill.publish.main,

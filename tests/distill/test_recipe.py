@@ -24,7 +24,6 @@ from distill.recipe import (
 ALL = sorted(p for p in RECIPES.rglob("*.yaml") if p.parent != RECIPES / "accelerate")
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
 SHORT = "target: org/target\ntrain_prompts: train.jsonl\neval_prompts: eval.jsonl\n"
-SERVED = "answers: server\nanswer_url: http://a:1\ndraft: org/draft"
 
 
 @pytest.fixture
@@ -208,19 +207,12 @@ def test_ill_typed_values_are_refused(loaded, line, value):
             "answers answers_per_prompt",
         ),
         ("answer_url: http://a:1", "answer_url answers"),
-        ("speculative_url: http://a:1", "speculative_url answer_url"),
-        (f"{SERVED}\nspeculative_url: http://a:1", "speculative_url answer_url"),
         ("drafter: eagle3\nuse_peft: true", "use_peft drafter"),
         ("drafter: eagle3\nstrategy: remap", "strategy drafter"),
         ("drafter: none", "drafter"),
         ("strategy: string", "strategy"),
         ("drafter: sibling", "drafter draft"),
         ("drafter: pruned\ndraft: org/draft", "drafter draft"),
-        (
-            "long_prompts: truncate_left\nmax_prompt_length: 9\nspeculative_url: http://a:2\n"
-            + SERVED,
-            "long_prompts speculative_url",
-        ),
     ],
 )
 def test_keys_that_contradict_each_other_are_both_named(loaded, lines, keys):
@@ -229,10 +221,9 @@ def test_keys_that_contradict_each_other_are_both_named(loaded, lines, keys):
     assert all(key in str(refused.value) for key in keys.split())
 
 
-@pytest.mark.parametrize("key", ["answer_url", "speculative_url"])
-def test_a_password_in_an_address_is_refused_and_not_shown(loaded, key):
+def test_a_password_in_an_address_is_refused_and_not_shown(loaded):
     with pytest.raises(UserError, match="host:1") as refused:
-        loaded(f"{key}: http://me:secret@host:1")
+        loaded("answer_url: http://me:secret@host:1")
     assert "secret" not in str(refused.value)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -11,9 +12,9 @@ import pytest
 import torch
 
 from align.sources import cache_folder, load_model, load_tokenizer
-from distill import train
 from distill.models import check_models
 from distill.prompt_sets import collect_prompts
+from distill.publish import publish
 from distill.recipe import RecipeError
 from distill.teacher import served as module
 from distill.teacher.answers import LocalTarget, note_used, top_logprobs
@@ -22,6 +23,7 @@ from distill.teacher.served import Request, ServedTarget
 from distill.teacher.started_vllm import answering_target
 from distill.teacher.store import Store, names_of
 from distill.train import run
+from eval import run as evaluation
 from eval.decoding.build import build_decoder
 from eval.decoding.generation import Kept, generate_batched
 from eval.decoding.loop import Decoding
@@ -255,8 +257,7 @@ def test_a_sampled_answer_depends_on_its_prompt_and_the_seed_alone(stand_in, ser
 
 def test_a_key_opens_the_server_and_is_written_nowhere(stand_in, served, asked, monkeypatch, capfd):
     secret = "sk-a9f3"
-    server, drafting = stand_in(key=secret), stand_in(key=secret, **SPECULATES)
-    recipe = served(server, speculative_url=drafting.url)
+    recipe = served(stand_in(key=secret))
     with pytest.raises(ServerError, match=r"answered 401.*DRAFTSMITH_API_KEY"):
         asked(recipe)
     monkeypatch.setenv(API_KEY, f"{secret}\n")  # as a file has it
@@ -264,7 +265,7 @@ def test_a_key_opens_the_server_and_is_written_nowhere(stand_in, served, asked, 
     assert run(recipe) == 0
     assert secret not in "".join(capfd.readouterr())
     written = [path for path in recipe.folder.rglob("*") if path.is_file()]
-    assert any(path.name == "report.json" for path in written)
+    assert any(path.name == "provenance.json" for path in written)  # with the command
     assert not any(secret.encode() in path.read_bytes() for path in [*written, *shards()])
 
 
@@ -475,9 +476,7 @@ def test_another_run_asks_nothing_and_answers_of_other_settings_are_not_its(
     assert len(sampled.store.missing(names_of(sampled.prompts))) == 11
 
 
-def test_a_run_ends_in_a_draft_then_in_a_report_and_never_sees_the_weights(
-    stand_in, served, monkeypatch, capsys
-):
+def test_a_run_ends_in_a_draft_and_the_commands_that_serve_and_measure_it(stand_in, served, capsys):
     plain = stand_in()
     recipe = served(plain)
     assert run(recipe) == 0
@@ -486,29 +485,22 @@ def test_a_run_ends_in_a_draft_then_in_a_report_and_never_sees_the_weights(
     command = f"vllm serve {recipe.target} --served-model-name org/target --speculative-config "
     assert command in shown
     assert f'"model": "{folder.resolve() / "draft"}"' in shown
-    assert "run the same command again" in shown
     assert (folder / "draft" / "model.safetensors").is_file()
     assert not (folder / "report").exists()
     assert json.loads((folder / "provenance.json").read_text())["hashes"]["target weights"] == (
         "served as org/target, root /models/target"
     )
 
-    def never(*_):
-        raise AssertionError("it was made already")
-
-    monkeypatch.setattr(train, "distil_draft", never)
-    down = stand_in(**SPECULATES)
-    down.stop()
-    with pytest.raises(ServerError, match=r"(?s)cannot be reached.*is complete and is kept.*vllm"):
-        run(served(plain, speculative_url=down.url))
-    assert run(served(plain, speculative_url=stand_in(**SPECULATES).url)) == 0
+    (command,) = re.findall("python -m eval.run (.*)", shown)
+    drafting = stand_in(**SPECULATES)
+    assert evaluation.main(shlex.split(command.replace("http://HOST:PORT", drafting.url))) == 0
     report = read_report(folder / "report" / "report.json")
-    assert report.target == recipe.target
-    assert report.engine == "vllm"
+    assert (report.target, report.engine) == ("org/target", "vllm")
     assert list(report.drafts) == ["tuned"]
-    assert report.drafts["tuned"].speedup.n == recipe.speed_prompts
-    assert report.drafts["tuned"].lossless.identical == recipe.speed_prompts
+    assert report.drafts["tuned"].speedup.n == 6
+    assert report.drafts["tuned"].lossless.identical == 6
     assert report.prompts.overlap_with_training == 0
+    publish(folder)  # only a check, and the card
     card = (folder / "draft" / "README.md").read_text()
     assert "speed-up" in card
     assert "{" not in re.sub(r"```.*?```", "", card, flags=re.DOTALL)
@@ -527,17 +519,6 @@ def test_of_a_target_on_the_hub_no_weights_are_fetched(stand_in, served, monkeyp
     assert run(recipe) == 0
     assert {spec for spec, _ in fetched} == {"org/target"}
     assert not any("safetensors" in pattern for _, patterns in fetched for pattern in patterns)
-
-
-def test_a_server_that_fails_while_it_is_measured_leaves_what_was_measured(
-    stand_in, served, capsys
-):
-    # the warm-up and a prompt
-    plain, drafting = stand_in(), stand_in(**SPECULATES, refuses_after=2)
-    recipe = served(plain, speculative_url=drafting.url)
-    with pytest.raises(ServerError, match="only a part was measured, after 1 of 3 prompts"):
-        run(recipe)
-    assert read_report(recipe.folder / "report" / "report.json").prompts.n == 1
 
 
 def test_a_dry_run_checks_the_server_and_makes_nothing(stand_in, served, capsys):
