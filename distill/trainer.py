@@ -18,7 +18,7 @@ import torch
 from accelerate import DistributedType, PartialState
 from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import (
@@ -37,7 +37,7 @@ from trl import SFTConfig, SFTTrainer
 from align.errors import UserError
 from align.files import atomic_file, remove, write_errors_explained, write_json
 from align.machine import free_memory, from_first
-from align.sources import SourceError, on_hub, read_json
+from align.sources import SourceError, read_json
 from distill.clock import Clock, TrainingClock
 from distill.drafters.kind import Draft, DraftKind
 from distill.held_out import (
@@ -48,7 +48,6 @@ from distill.held_out import (
     best_of,
     read_measurements,
 )
-from distill.lora import lora_config, save_adapters
 from distill.loss_forward import give_loss_forward, take_loss_forward
 from distill.losses import LOSSES, LossName, sharpen
 from distill.models import Pair, head_entries
@@ -461,7 +460,14 @@ def build_trainer(
         model._keys_to_ignore_on_save = {f"{names[part]}.weight" for part in frozen}
     adapters = None
     if recipe.use_peft:
-        adapters = lora_config(recipe.lora_r, recipe.lora_alpha)
+        # on all linear layers, because queries and values alone have too few weights; not on the
+        # head, because an adapter on a head that is tied to the embedding is merged wrongly
+        adapters = LoraConfig(
+            r=recipe.lora_r,
+            lora_alpha=recipe.lora_alpha,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
         if new_entries:
             whole = [embedding] if tied else [embedding, head]
             adapters.modules_to_save = [names[part] for part in whole]
@@ -511,19 +517,13 @@ def distil_draft(
     """The distilled draft in fp32, on the first process; None elsewhere.
 
     Writes `repeat.yaml`: the recipe without `minutes`, with the same number of outputs and steps.
-    `adapter/` gets the adapters of LoRA if the recipe's `draft` is their base model, so that peft
-    can load them; it is not for a draft that is made from the target, has a mask (PARD), or other
-    tokens. If no measurement after a step is better than the first one (`best_of`), the base draft
-    is kept.
+    If no measurement after a step is better than the first one (`best_of`), the base draft is kept.
     """
     if recipe.training.get("max_steps") == 0:
         return prepared.model.float() if PartialState().is_main_process else None
     states = states_of(answers.store, pair.layers)
     trainer = build_trainer(recipe, pair, prepared, answers, states, held_out, clock)
-    base = None
-    if recipe.sibling is not None and pair.vocab_map is None and not recipe.kind.added_modules:
-        base = recipe.sibling if on_hub(recipe.sibling) else str(pair.draft.folder.resolve())
-    distilled = distil(trainer, recipe, base)
+    distilled = distil(trainer, recipe)
     if distilled is None:
         return None
     counts = {"max_answers": answers.asked, "max_steps": trainer.state.global_step}
@@ -538,14 +538,11 @@ def distil_draft(
     return distilled
 
 
-def distil(
-    trainer: DraftTrainer, recipe: Recipe, base: str | None = None
-) -> PreTrainedModel | None:
+def distil(trainer: DraftTrainer, recipe: Recipe) -> PreTrainedModel | None:
     """The distilled draft in fp32, unsharded, on the first process; None elsewhere.
 
     Resumes from the last complete checkpoint of the run, or from resume_from_checkpoint.
     Raises RecipeError for a checkpoint of other steps or, with FSDP, of other processes.
-    base: the base model of LoRA's adapters (`save_adapters`); None: they are not kept.
     """
     checkpoint = _resumed(recipe)
     if checkpoint is not None:
@@ -571,8 +568,6 @@ def distil(
     if not PartialState().is_main_process:
         return None
     if recipe.use_peft:
-        if base is not None:
-            save_adapters(distilled, base, recipe.folder / "adapter")
         distilled = distilled.merge_and_unload(safe_merge=True)
     take_loss_forward(distilled)
     distilled._keys_to_ignore_on_save = None
