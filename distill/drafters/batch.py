@@ -1,7 +1,7 @@
-"""A training batch, and the number of draft tokens that each position trains.
+"""A training batch, the number of draft tokens that each position trains, and slots for them.
 
 Legend: B rows, T positions, N response positions of a batch, C cached tokens at each, L layers
-read, H hidden size, M draft tokens that a batch trains.
+read, H hidden size, M draft tokens that a batch trains, S slots of all rows, Q slots of a row.
 """
 
 from __future__ import annotations
@@ -80,3 +80,43 @@ def mean_depth(most: int, deeper: float) -> float:
     Losses are divided by this mean, because the number that is drawn differs between processes.
     """
     return float(sum(deeper**depth for depth in range(most)))
+
+
+def followed(positions: Tensor, chosen: Tensor, later: int) -> Tensor:
+    """The numbers of the chosen response positions whose text has another one `later` tokens on.
+
+    positions: as in TrainingBatch. chosen: whether a position is chosen [N].
+    """
+    numbers = chosen[: max(0, len(chosen) - later)].nonzero()[:, 0]
+    return numbers[positions[numbers + later] == positions[numbers] + later]
+
+
+class Slots(NamedTuple):
+    """What a draft reads beside the texts: slots that belong to anchors, sorted by row, [S] each.
+
+    rows: the row of the batch. slots: the number of slots before it in the row. anchors: the number
+    of its anchor among the N positions. depths: tokens from the anchor to the slot. shape: B and Q;
+    WIDTH divides Q.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    anchors: Tensor
+    depths: Tensor
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, batch: TrainingBatch, anchors: Tensor, depths: Tensor) -> Slots:
+        """Slots with these anchors and depths [S]; within a row they keep their order."""
+        rows, order = (batch.positions[anchors] // batch.width).sort(stable=True)
+        counts = rows.bincount(minlength=len(batch.input_ids))
+        slots = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+        most = max(1, int(counts.max()))
+        shape = len(counts), -(-most // WIDTH) * WIDTH
+        return cls(rows, slots, anchors[order], depths[order], shape)
+
+    def placed(self, values: Tensor, filler: int) -> Tensor:
+        """The slots' values [S] by row [B, Q], `filler` where there is no slot."""
+        table = torch.full(self.shape, filler, device=values.device)
+        table[self.rows, self.slots] = values
+        return table

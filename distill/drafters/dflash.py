@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, Qwen3Config
 from transformers.models.llama.modeling_llama import repeat_kv, rotate_half
 
 from align.sources import read_json
-from distill.drafters.batch import WIDTH, HeadInput, TrainingBatch, drawn_depths, mean_depth
+from distill.drafters.batch import HeadInput, Slots, TrainingBatch, drawn_depths, mean_depth
 from distill.drafters.compact import target_id_maps, write_compact
 from distill.drafters.initialisation import scaled, shape_of, to_train, undivided, usual_sizes
 from distill.drafters.kind import Draft, DraftKind, Origin
@@ -149,56 +149,32 @@ def _to_train(model: Any, sizes: Tensor, embedding: Tensor) -> Any:
     return model
 
 
-class Slots(NamedTuple):
-    """The slots of all blocks of a batch, sorted by block, one number for each.
-
-    rows: the row of the batch. slots: the number of slots before it in the row. anchors: the number
-    of its anchor among the N positions. depths: tokens from the anchor to the slot, 0 for the
-    anchor itself.
-    """
-
-    rows: Tensor
-    slots: Tensor
-    anchors: Tensor
-    depths: Tensor
-
-
 def draw_blocks(batch: TrainingBatch, most: int, share: float = 1.0) -> Slots:
-    """Draw a block of 1 to `most` masks behind this share of the response positions."""
+    """Draw a block of 1 to `most` masks behind this share of the response positions.
+
+    The slots of a block are its anchor, at depth 0, and its masks.
+    """
     masks = drawn_depths(batch.positions, batch.width, batch.seeds, most, DEEPER)
     if share < 1:  # a depth of 2 is drawn with probability `share`, from other random numbers
         drawn = drawn_depths(batch.positions, batch.width, -1 - batch.seeds, 2, share)
         masks[drawn < 2] = -1
     offsets = torch.arange(most + 1, device=masks.device)
-    anchors, depths = (offsets <= masks[:, None]).nonzero(as_tuple=True)
-    rows = batch.positions[anchors] // batch.width
-    first = F.pad(rows.bincount(minlength=len(batch.input_ids)).cumsum(0), (1, 0))
-    slots = torch.arange(len(rows), device=rows.device) - first[rows]
-    return Slots(rows, slots, anchors, depths)
+    return Slots.of(batch, *(offsets <= masks[:, None]).nonzero(as_tuple=True))
 
 
 def read_blocks(model: Any, batch: TrainingBatch, slots: Slots) -> Tensor:
     """The LM head's inputs at all slots [B, Q, H]."""
     body, (rows, width) = model.model, batch.input_ids.shape
-    most = int(slots.slots.max()) + 1 if len(slots.slots) else 1
-    count = -(-most // WIDTH) * WIDTH
     places = batch.positions[slots.anchors]
-
-    def placed(values: Tensor, filler: int) -> Tensor:
-        """[B, Q], `filler` where there is no slot."""
-        table = torch.full((rows, count), filler, device=values.device)
-        table[slots.rows, slots.slots] = values
-        return table
-
-    anchors, depths = placed(slots.anchors, -1), placed(slots.depths, 0)
-    before = placed(places % width, 0)  # tokens before the anchor
+    anchors, depths = slots.placed(slots.anchors, -1), slots.placed(slots.depths, 0)
+    before = slots.placed(places % width, 0)  # tokens before the anchor
     mask = torch.full_like(places, model.config.dflash_config["mask_token_id"])
     tokens = torch.where(slots.depths == 0, batch.input_ids.flatten()[places], mask)
     numbers = torch.arange(width, device=before.device)
     seen = numbers < before[..., None]
     same = anchors[:, :, None] == anchors[:, None]
     visible = torch.cat([seen, same], -1)[:, None]
-    x = body.embed_tokens(placed(tokens, 0))
+    x = body.embed_tokens(slots.placed(tokens, 0))
     context = body.hidden_norm(body.fc(scaled(model, batch.states)))
     positions = torch.cat([numbers.expand(rows, -1), before + depths], 1)
     rotary = body.rotary_emb(x, positions)

@@ -22,12 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.drafters.batch import (
-    HeadInput,
-    TrainingBatch,
-    drawn_depths,
-    mean_depth,
-)
+from distill.drafters.batch import HeadInput, TrainingBatch, drawn_depths, followed, mean_depth
 from distill.drafters.compact import write_compact
 from distill.drafters.initialisation import least_squares
 from distill.drafters.kind import Draft, DraftKind, Origin
@@ -90,9 +85,7 @@ class Medusa(DraftKind):
         before = torch.where(positions[:, None] % width > 0, read[positions - 1], 0)
         states, learned = [blocks[0](before.to(dtype))], [batch.position_numbers]
         for depth, block in enumerate(blocks[1:], start=2):
-            drawn = (depths[: len(depths) - depth] >= depth).nonzero()[:, 0]
-            # only if the same text has a token `depth` later
-            numbers = drawn[positions[drawn] // width == positions[drawn + depth] // width]
+            numbers = followed(positions, depths >= depth, depth)
             states.append(block(read[positions[numbers]].to(dtype)))
             learned.append(numbers + depth)
         weight = 1 / mean_depth(len(blocks), DEEPER)

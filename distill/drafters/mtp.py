@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from align.files import write_json
 from align.sources import load_config, opened_weights, resolve_checkpoint, weight_files
-from distill.drafters.batch import HeadInput, TrainingBatch, drawn_depths, mean_depth
+from distill.drafters.batch import HeadInput, TrainingBatch, drawn_depths, followed, mean_depth
 from distill.drafters.initialisation import FrozenEmbedding
 from distill.drafters.kind import Draft, DraftKind, Origin
 from eval.decoding.drafters.compact import COMPACT, check_compact
@@ -90,9 +90,7 @@ class Mtp(DraftKind):
         depths = drawn_depths(positions, batch.width, batch.seeds, STEPS, BETA)
         states, learned = [], []
         for step, y in enumerate(unrolled(model, batch.input_ids, batch.states, STEPS)):
-            starts = (depths[: max(0, len(depths) - step)] > step).nonzero()[:, 0]
-            # a later token of a draft must be in the same text
-            starts = starts[positions[starts + step] == positions[starts] + step]
+            starts = followed(positions, depths > step, step)
             states.append(y.flatten(0, 1)[positions[starts + step]])
             learned.append(starts + step)
         return HeadInput(torch.cat(states), torch.cat(learned), 1 / mean_depth(STEPS, BETA))

@@ -3,22 +3,28 @@
 For each later token it reads a mask, whose embedding is trained together with the model. A pass
 reads a text and, behind it, chains of masks. Their anchors and lengths are drawn anew at each step;
 longer chains are rarer. A mask sees the text up to its anchor and the masks before it in its chain.
-Legend: B rows, T tokens of a text, L tokens of a text and its masks, N response positions, M masks
-that are trained, H hidden size.
+Legend: B rows, T tokens of a text, L tokens of a text and its masks, N response positions, H hidden
+size.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from align.errors import UserError
-from distill.drafters.batch import WIDTH, HeadInput, TrainingBatch, drawn_depths, mean_depth
+from distill.drafters.batch import (
+    HeadInput,
+    Slots,
+    TrainingBatch,
+    drawn_depths,
+    followed,
+    mean_depth,
+)
 from distill.drafters.kind import Draft, Origin
 from distill.drafters.pruned import Pruned
 from eval.decoding.drafters.pruned import MASK
@@ -97,56 +103,25 @@ def with_mask_row(model: PreTrainedModel) -> PreTrainedModel:
     return exported
 
 
-class Masks(NamedTuple):
-    """Masks that are trained, [M] each.
-
-    rows: the row of the batch. slots: the number of masks before it in the row. anchors: the number
-    of its anchor among the N positions. depths: tokens from the anchor to the mask.
-    """
-
-    rows: Tensor
-    slots: Tensor
-    anchors: Tensor
-    depths: Tensor
-
-
-def draw_masks(batch: TrainingBatch, most: int) -> Masks:
+def draw_masks(batch: TrainingBatch, most: int) -> Slots:
     """Draw masks for drafts of up to `most` tokens, where the target's distribution is cached."""
-    positions, width = batch.positions, batch.width
-    lengths = drawn_depths(positions, width, batch.seeds, most, DEEPER)
-    by_depth, depths = [], []
+    positions = batch.positions
+    lengths = drawn_depths(positions, batch.width, batch.seeds, most, DEEPER)
+    anchors, depths = [positions[:0]], [positions[:0]]
     for depth in range(1, most):
-        drawn = (lengths[: max(0, len(lengths) - depth)] > depth).nonzero()[:, 0]
-        # `depth` tokens later in the same text
-        drawn = drawn[positions[drawn + depth] == positions[drawn] + depth]
-        by_depth.append(drawn)
-        depths.append(torch.full_like(drawn, depth))
-    anchors = torch.cat(by_depth) if by_depth else positions[:0]
-    rows, order = (positions[anchors] // width).sort(stable=True)
-    first = F.pad(rows.bincount(minlength=len(batch.input_ids)).cumsum(0), (1, 0))
-    slots = torch.arange(len(rows), device=rows.device) - first[rows]
-    offsets = torch.cat(depths) if depths else anchors
-    return Masks(rows, slots, anchors[order], offsets[order])
+        anchors.append(followed(positions, lengths > depth, depth))
+        depths.append(torch.full_like(anchors[-1], depth))
+    return Slots.of(batch, torch.cat(anchors), torch.cat(depths))
 
 
-def read_with_masks(model: PreTrainedModel, batch: TrainingBatch, masks: Masks) -> Tensor:
+def read_with_masks(model: PreTrainedModel, batch: TrainingBatch, masks: Slots) -> Tensor:
     """The last states [B, L, H] of the texts followed by the masks."""
     masked: Any = model
     ids = batch.input_ids
     rows, width = ids.shape
-    most = int(masks.slots.max()) + 1 if len(masks.slots) else 0
-    length = -(-(width + most) // WIDTH) * WIDTH
-    shape = rows, max(length - width, WIDTH)
-    length = width + shape[1]
-
-    def behind(values: Tensor, filler: int) -> Tensor:
-        """[B, L - T], `filler` where there is no mask."""
-        placed = torch.full(shape, filler, device=ids.device)
-        placed[masks.rows, masks.slots] = values
-        return placed
-
-    places = behind(batch.positions[masks.anchors] % width, 0)
-    anchors, depths = behind(masks.anchors, -1), behind(masks.depths, 0)
+    places = masks.placed(batch.positions[masks.anchors] % width, 0)
+    anchors, depths = masks.placed(masks.anchors, -1), masks.placed(masks.depths, 0)
+    length = width + places.shape[1]
     visible = torch.zeros((rows, length, length), dtype=torch.bool, device=ids.device)
     numbers = torch.arange(width, device=ids.device)
     visible[:, :width, :width] = numbers <= numbers[:, None]
@@ -154,7 +129,7 @@ def read_with_masks(model: PreTrainedModel, batch: TrainingBatch, masks: Masks) 
     same = anchors[:, :, None] == anchors[:, None]
     visible[:, width:, width:] = same & (depths[:, None] <= depths[:, :, None])
     embedded = masked.get_input_embeddings()(ids)
-    mask = masked.mask(ids.new_zeros(1)).to(embedded.dtype).expand(*shape, -1)
+    mask = masked.mask(ids.new_zeros(1)).to(embedded.dtype).expand(*places.shape, -1)
     masked.config._attn_implementation = "sdpa"  # because it accepts this attention mask
     return masked.base_model(
         inputs_embeds=torch.cat([embedded, mask], 1),
