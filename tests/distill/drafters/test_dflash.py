@@ -91,7 +91,7 @@ def test_each_mask_learns_the_token_at_its_place(draft, batch):
     assert learned[:count].tolist() == list(range(count))
     whole = read_blocks(draft, batch, made)
     trained = 0
-    for row, slot, anchor, depth in zip(*map(torch.Tensor.tolist, made), strict=True):
+    for row, slot, anchor, depth in zip(*map(torch.Tensor.tolist, made[:4]), strict=True):
         inside = batch.positions[anchor] % batch.width + depth < len(TEXTS[row])
         if depth and inside:
             found = (states == whole[row, slot]).all(1) & (learned == anchor + depth - 1)

@@ -5,8 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from align.sources import read_json
-from distill.drafters import pard
-from distill.drafters.batch import TrainingBatch
+from distill.drafters.batch import WIDTH, TrainingBatch
 from distill.drafters.pard import KIND, draw_masks, give_mask, read_with_masks, with_mask_row
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
@@ -40,7 +39,6 @@ def test_a_run_ends_in_a_folder_that_drafts_at_once(finished, name):
     draft = recipe.folder / "draft"
     about = read_json(draft / "config.json")
     assert (about["pard_token"], about["pard_tokens"], about["vocab_size"]) == (TOKENS, 3, ROWS)
-    assert not (draft / "adapter").exists()
     plain = AutoModelForCausalLM.from_pretrained(draft)
     drafter = load_drafter(str(draft), load_target(recipe.target, torch.float32, "cpu", 64))
     assert isinstance(drafter, PardDrafter)
@@ -77,12 +75,12 @@ def batch_of(lengths, answers, width=16):
 def test_training_reads_what_drafting_reads(model):
     """Each mask's state is that of a plain pass over the text up to its anchor and its chain."""
     batch = batch_of([16, 9, 13], [11, 5, 1])
-    drawn = pard.draw_masks(batch, GAMMA)
+    drawn = draw_masks(batch, GAMMA)
     states = read_with_masks(model, batch, drawn)
-    assert states.shape[1] % pard.WIDTH == 0
+    assert states.shape[1] % WIDTH == 0
     whole = with_mask_row(model)
     width = batch.width
-    for row, slot, entry, depth in zip(*(part.tolist() for part in drawn), strict=True):
+    for row, slot, entry, depth in zip(*map(torch.Tensor.tolist, drawn[:4]), strict=True):
         anchor = int(batch.positions[entry])
         assert anchor // width == row
         assert int(batch.positions[entry + depth]) == anchor + depth
