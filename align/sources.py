@@ -223,6 +223,13 @@ def opened_weights(path: Path, framework: str = "pt", device: str = "cpu") -> It
         ) from error
 
 
+def refuse_damaged(folder: Path) -> None:
+    """Raise SourceError if weights of the folder are missing or shorter than their headers say."""
+    for path in weight_files(folder) or [folder / "model.safetensors"]:
+        with opened_weights(path, "numpy"):
+            pass
+
+
 def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint. Raises SourceError if it is missing or cannot be read."""
     folder = resolve_checkpoint(spec, weights=False)

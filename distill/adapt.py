@@ -28,7 +28,8 @@ import signal
 import threading
 import time
 from _thread import interrupt_main
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from filelock import FileLock, Timeout
@@ -72,33 +73,30 @@ EVALUATED = 200  # most new prompts on which acceptance is measured, unless the 
 WATCHED_EVERY = 5.0  # seconds between two measurements of the disk space
 
 
-class DiskCap(AbstractContextManager["DiskCap"]):
-    """Interrupts the block if `folder` becomes larger than `gib` GiB, and then raises UserError."""
+@contextmanager
+def disk_cap(folder: Path, gib: float) -> Iterator[None]:
+    """Interrupt the block if `folder` becomes larger than `gib` GiB, and then raise UserError."""
+    ended, over = threading.Event(), threading.Event()
 
-    def __init__(self, folder: Path, gib: float) -> None:
-        self.folder, self.gib, self.over = folder, gib, False
-        self.ended = threading.Event()
-        self.watcher = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> DiskCap:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job may ignore it
-        self.watcher.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.ended.set()
-        self.watcher.join()
-        if self.over:
-            raise UserError(
-                f"{self.folder} has become larger than {self.gib:g} GiB, so the call was ended. "
-                "Raise --disk_gib, or lower --days, max_train_prompts or save_total_limit."
-            )
-
-    def _watch(self) -> None:
-        while not self.over and not self.ended.wait(WATCHED_EVERY):
-            if size_of(self.folder) > self.gib * 2**30:
-                self.over = True
+    def watch() -> None:
+        while not over.is_set() and not ended.wait(WATCHED_EVERY):
+            if size_of(folder) > gib * 2**30:
+                over.set()
                 interrupt_main()
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job may ignore it
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+        if over.is_set():
+            raise UserError(
+                f"{folder} has become larger than {gib:g} GiB, so the call was ended. Raise "
+                "--disk_gib, or lower --days, max_train_prompts or save_total_limit."
+            )
 
 
 def size_of(folder: Path) -> int:
@@ -192,7 +190,7 @@ def served_draft(run: Path) -> Path:
     """The folder of the served draft. The first call makes `current`: the run's own draft.
 
     The copy has no trimmed-vocabulary checkpoint, because engines load the full-vocabulary one, and
-    a draft that continues from it has no other. Raises PublishError for a run without a draft.
+    a draft that continues from it has no other. Raises UserError for a run without a draft.
     """
     current = run / HOME / "current"
     if not current.is_symlink():
@@ -234,7 +232,7 @@ def adapt(args: argparse.Namespace) -> int:
         return NOTHING
     work, name = home / "work", when(now)
     try:
-        with write_errors_explained(home), DiskCap(home, args.disk_gib):
+        with write_errors_explained(home), disk_cap(home, args.disk_gib):
             recipe = training_recipe(args, served, rows, work)
             # texts of users stay in this folder: none is stored in the cache that all runs share
             (recipe.folder / TEACHER).mkdir(parents=True)

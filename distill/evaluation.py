@@ -8,7 +8,7 @@ from typing import Any
 
 from align.files import write_json
 from align.machine import free_memory
-from align.sources import opened_weights, read_json, weight_files
+from align.sources import read_json, refuse_damaged
 from distill.card import USUAL_GAMMA, write_card
 from distill.clock import EVALUATED, TRAINED, Clock
 from distill.held_out import held_out_curve
@@ -40,9 +40,7 @@ def evaluate(
     the target is behind a server: then the commands that serve and measure the draft are printed.
     """
     folder = recipe.folder
-    for path in weight_files(folder / "draft"):  # not measured if there is a trimmed checkpoint
-        with opened_weights(path):  # compares header and file size
-            pass
+    refuse_damaged(folder / "draft")  # which is not measured if there is a trimmed checkpoint
     made_by = provenance(recipe, prompts, clock.seconds())
     report = None
     if load is not None and recipe.served:

@@ -22,7 +22,6 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
-import re
 import shutil
 from collections.abc import Sequence
 
@@ -31,7 +30,7 @@ from huggingface_hub.errors import HTTPError
 
 from align.errors import UserError
 from align.files import atomic_folder, refuse_unwritable
-from align.sources import opened_weights, read_json, resolve_checkpoint, weight_files
+from align.sources import read_json, refuse_damaged, resolve_checkpoint
 from distill.card import Publication, derived_licence, draft_weights, in_one_file, write_card
 from distill.export import FULL_FORM
 from distill.recipe import read_yaml
@@ -39,17 +38,9 @@ from eval.decoding.drafters.mtp import SERVED
 from eval.decoding.target import weights_sha256
 from eval.reporting.fields import Report, read_report
 
-NEEDED = (
-    "recipe.yaml",
-    "provenance.json",
-    "draft/config.json",
-    "draft/tokenizer.json",
-)
 # A full-vocabulary checkpoint must be the trimmed one: the same greedy choice at this share of
 # positions, and no more probability on trimmed tokens than this.
 SAME_CHOICE, TRIMMED_PROBABILITY = 0.99, 0.005
-
-
 # Files of an earlier push that may have no successor in this one.
 OURS = ["*.safetensors", "*.safetensors.index.json", "compact/*"]
 
@@ -59,27 +50,13 @@ class PublishError(UserError):
 
 
 def check_files(run: Path) -> None:
-    """Raise PublishError, or another UserError, where a file of the run is missing or broken."""
-    if not run.is_dir():
-        raise PublishError(f"{run} is not a folder; give the output folder of a finished run")
-    for name in NEEDED:
-        path = _present(run / name)
-        _ = read_yaml(path) if path.suffix == ".yaml" else read_json(path)
-    draft = run / "draft"
-    if empty := [path for path in draft.rglob("*") if path.is_file() and not path.stat().st_size]:
-        raise PublishError(f"{empty[0]} is empty; delete {draft} and start the run again")
-    for path in weight_files(draft) or [draft / "model.safetensors"]:
-        with opened_weights(_present(path), "numpy"):  # compares header and file size
-            pass
-
-
-def _present(path: Path) -> Path:
-    if not path.is_file():
-        raise PublishError(
-            f"{path} is missing: the run did not finish (start it again), or this is not the "
-            f"output folder of a run"
-        )
-    return path
+    """Raise UserError where a file of the run is missing or broken."""
+    if not (run / "recipe.yaml").is_file():
+        raise PublishError(f"{run} has no recipe.yaml; give the output folder of a finished run")
+    read_yaml(run / "recipe.yaml")
+    for name in ("provenance.json", "draft/config.json", "draft/tokenizer.json"):
+        read_json(run / name)
+    refuse_damaged(run / "draft")
 
 
 def reports_of(run: Path, named: Sequence[Path]) -> list[Report]:
@@ -216,11 +193,9 @@ def push_folder(folder: Path, repo_id: str, public: bool) -> str:
     a failure resumes the upload.
 
     The token is that of the environment or of `hf auth login`, and no message contains it. Raises
-    PublishError for an ill-formed name, without a login, for a repository of the other visibility,
-    and if the Hub refuses or cannot be reached.
+    PublishError for a repository of the other visibility, without a login, and if the Hub refuses
+    or cannot be reached.
     """
-    if not re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", repo_id):
-        raise PublishError(f"{repo_id!r} is not the name of a Hub repository; write it as ORG/NAME")
     api = HfApi()
     try:
         api.whoami()
@@ -232,10 +207,7 @@ def push_folder(folder: Path, repo_id: str, public: bool) -> str:
                 f"settings on the Hub, {remedy}, or name another repository"
             )
         api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            commit_message="Draft model",
-            delete_patterns=OURS,
+            repo_id=repo_id, folder_path=folder, commit_message="Draft model", delete_patterns=OURS
         )
     except PublishError:
         raise

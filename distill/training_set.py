@@ -9,6 +9,7 @@ all outputs of a batch, C cached tokens at each, V the target's vocabulary, L la
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from distill.drafters.batch import WIDTH
+from distill.teacher.states import States
 from distill.teacher.store import CachedAnswer
 
 
@@ -42,25 +44,19 @@ def _padded(rows: list[Tensor], value: int = 0) -> Tensor:
     return F.pad(whole, (0, 0) * (whole.dim() - 2) + (0, -whole.shape[1] % WIDTH), value=value)
 
 
+@dataclass
 class DistillationCollator:
     """Right-padded batches; each response token with the target's distribution there.
 
     There is no attention mask, because attention is causal and the padding follows the text.
+    read: the output of an index. head_entries: for each target id its entry in the draft's head
+    [V], or -1; None if entries and ids are equal. states: for a draft that reads them.
     """
 
-    def __init__(
-        self,
-        pad_token_id: int,
-        read: Callable[[int], CachedAnswer],
-        head_entries: Tensor | None = None,
-        states: Callable[[CachedAnswer], Tensor] | None = None,
-    ) -> None:
-        """read: the output of an index. head_entries: for each target id its entry in the draft's
-        head [V], or -1; None if entries and ids are equal. states: the target's hidden states at
-        the tokens of a text but the last [P + R - 1, L, H], for a draft that reads them.
-        """
-        self.pad_token_id, self.read, self.head_entries = pad_token_id, read, head_entries
-        self.states = states
+    pad_token_id: int
+    read: Callable[[int], CachedAnswer]
+    head_entries: Tensor | None = None
+    states: States | None = None
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         """rows: of `answer_rows`. Returns `input_ids` [B, T], `labels` [B, longest R + 1, padded],

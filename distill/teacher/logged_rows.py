@@ -198,7 +198,8 @@ def with_output_ids(prompts: PromptSet, target: Vocabulary, longest: int) -> Pro
             logged, other = logged + 1, other + (output != emitted)
             output = emitted
         if output and max(output) < target.vocab_size:
-            kept.append(_tokenised(prompt, output[:longest]))
+            said = {k: v for k, v in prompt.logged_output.items() if k != "message"}
+            kept.append(replace(prompt, logged_output=said | {"token_ids": output[:longest]}))
             rendered.append(ids)
     if not kept:
         raise PromptError(
@@ -210,11 +211,3 @@ def with_output_ids(prompts: PromptSet, target: Vocabulary, longest: int) -> Pro
     if logged:
         print(f"logged outputs: the texts of {other} of {logged} have other tokens than logged")
     return replace(prompts, prompts=kept, ids=rendered)
-
-
-def _tokenised(prompt: Prompt, ids: list[int]) -> Prompt:
-    """The prompt with its output as token ids alone."""
-    assert prompt.logged_output is not None
-    output = prompt.logged_output | {"token_ids": ids}
-    output.pop("message", None)
-    return replace(prompt, logged_output=output)

@@ -74,10 +74,3 @@ def test_a_fault_is_told_without_the_token_and_the_same_call_goes_on(
     assert api.upload_folder.called == (stage == "upload_folder")
     getattr(api, stage).side_effect = None
     push_folder(tmp_path, NAME, public=False)
-
-
-@pytest.mark.parametrize("repo_id", ["code-draft", "a/b/c", "org/", "../x", "org/a b"])
-def test_no_repository_is_refused(api, tmp_path, repo_id):
-    with pytest.raises(PublishError, match="ORG/NAME"):
-        push_folder(tmp_path, repo_id, public=False)
-    assert not api.method_calls
