@@ -39,17 +39,10 @@ from align.files import atomic_file, remove, write_errors_explained, write_json
 from align.machine import free_memory, from_first
 from align.sources import SourceError, read_json
 from distill.clock import Clock, TrainingClock
-from distill.drafters.kind import Draft, DraftKind
-from distill.held_out import (
-    FIRST_INDEX,
-    METRIC,
-    PADDING,
-    HeldOut,
-    best_of,
-    read_measurements,
-)
+from distill.drafters.kind import Draft
+from distill.held_out import FIRST_INDEX, METRIC, PADDING, HeldOut, best_of, read_measurements
 from distill.loss_forward import give_loss_forward, take_loss_forward
-from distill.losses import LOSSES, LossName, sharpen
+from distill.losses import LOSSES, sharpen
 from distill.models import Pair, head_entries
 from distill.prepare import read_prepared
 from distill.recipe import Recipe, RecipeError, chosen_loss, dump
@@ -129,24 +122,9 @@ class DraftTrainer(SFTTrainer):
     processes, and any number can resume a checkpoint, unless FSDP sharded it.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        loss: LossName = "forward_kl",
-        kind: DraftKind,
-        temperature: float = 0.0,
-        clock: TrainingClock | None = None,
-        teacher_temperature: float = 1.0,
-        **kwargs: Any,
-    ) -> None:
-        """temperature: the deployed one. If it is above 1, the acceptance rate is measured at 1,
-        because the cache does not determine p above 1. teacher_temperature: below 1 sharpens p.
-        """
-        self.teacher_temperature = teacher_temperature
-        self.temperature = min(temperature, 1.0)
-        self.fitted_weights = kind.fitted_weights
-        self.clock = clock
-        super().__init__(*args, **kwargs)
+    def __init__(self, recipe: Recipe, clock: TrainingClock | None, **kwargs: Any) -> None:
+        self.recipe, self.clock = recipe, clock
+        super().__init__(**kwargs)
         # Trainer decides this before our forward is attached. It would average the means of small
         # batches, and tokens of short outputs would weigh more
         self.model_accepts_loss_kwargs = True
@@ -156,7 +134,7 @@ class DraftTrainer(SFTTrainer):
         # receives the weights at the end if they are sharded
         self.whole = hollow_copy(model) if self.is_fsdp_enabled else None
         plain: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-        give_loss_forward(plain, kind, LOSSES[loss])
+        give_loss_forward(plain, recipe.kind, LOSSES[chosen_loss(recipe)[0]])
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         # as integers, because FSDP rounds every float if the weights are bf16
@@ -169,9 +147,10 @@ class DraftTrainer(SFTTrainer):
         """
         optimizer = super().create_optimizer(model)
         trained: Any = model or self.model
+        prefixes = self.recipe.kind.fitted_weights
         names = {id(p): name for name, p in trained.named_parameters()}
-        for group in list(optimizer.param_groups) if self.fitted_weights else ():
-            fitted = [p for p in group["params"] if names[id(p)].startswith(self.fitted_weights)]
+        for group in list(optimizer.param_groups) if prefixes else ():
+            fitted = [p for p in group["params"] if names[id(p)].startswith(prefixes)]
             fitted_ids = {id(p) for p in fitted}
             group["params"] = [p for p in group["params"] if id(p) not in fitted_ids]
             keys = {k: v for k, v in group.items() if k != "params"}
@@ -197,9 +176,9 @@ class DraftTrainer(SFTTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         index = inputs.pop("index")
-        if self.teacher_temperature != 1:
+        if self.recipe.teacher_temperature != 1:
             logprobs = inputs["top_logprobs"].view(torch.float32)  # see `_prepare_inputs`
-            sharper = sharpen(logprobs, self.teacher_temperature)
+            sharper = sharpen(logprobs, self.recipe.teacher_temperature)
             inputs["top_logprobs"] = sharper.view(torch.int32)
         if self.args.device.type == "cpu":
             draft: Any = self.model
@@ -229,11 +208,14 @@ class DraftTrainer(SFTTrainer):
     ) -> Any:
         """Returns no loss, the four results of `loss_forward._acceptance`, each [B, T] with PADDING
         where no token is predicted, and the labels.
+
+        A deployed temperature above 1 is measured at 1, because the cache does not determine p
+        above 1.
         """
-        inputs = self._prepare_inputs(inputs)
+        inputs, temperature = self._prepare_inputs(inputs), min(self.recipe.temperature, 1.0)
         with torch.no_grad(), self.compute_loss_context_manager():
             # the same random numbers at each measurement
-            outputs = model(**inputs, seeds=inputs["index"], temperature=self.temperature)
+            outputs = model(**inputs, seeds=inputs["index"], temperature=temperature)
         ids = inputs["input_ids"]
         parts = outputs.accepted, outputs.lacking, outputs.draft_accepted, outputs.draft_tokens
         by_token = torch.full((len(parts), ids.numel()), float(PADDING), device=ids.device)
@@ -490,29 +472,21 @@ def build_trainer(
         return answers[index] if index < FIRST_INDEX else held_out[index - FIRST_INDEX]
 
     return DraftTrainer(
+        recipe,
+        timing,
         model=model,
         args=config,
         train_dataset=rows,
         data_collator=DistillationCollator(tokenizer.pad_token_id or 0, read, entry_of, states),
         processing_class=tokenizer,
         peft_config=adapters,
-        loss=chosen_loss(recipe)[0],
-        kind=recipe.kind,
-        temperature=recipe.temperature,
-        teacher_temperature=recipe.teacher_temperature,
-        clock=timing,
         callbacks=callbacks,
         **evaluation,
     )
 
 
 def distil_draft(
-    recipe: Recipe,
-    pair: Pair,
-    prepared: Draft,
-    answers: Answers,
-    held_out: Answers,
-    clock: Clock,
+    recipe: Recipe, pair: Pair, prepared: Draft, answers: Answers, held_out: Answers, clock: Clock
 ) -> PreTrainedModel | None:
     """The distilled draft in fp32, on the first process; None elsewhere.
 
