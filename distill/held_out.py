@@ -185,8 +185,7 @@ def held_out_curve(folder: Path, held_out: PromptSet) -> HeldOutCurve | None:
             step=measurement.step,
             tokens=measurement.tokens,
             alpha=share(
-                "alpha",
-                list(zip(groups, measurement.accepted, measurement.positions, strict=True)),
+                "alpha", list(zip(groups, measurement.accepted, measurement.positions, strict=True))
             ),
             kept=measurement is kept,
         )

@@ -13,12 +13,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from align.check import Strategy, Verdict, choose_strategy, compare
 from align.errors import UserError

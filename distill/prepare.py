@@ -68,11 +68,7 @@ def _write_base(recipe: Recipe, pair: Pair, target: Target, answers: Answers, fo
 
 
 def _initialised(
-    recipe: Recipe,
-    pair: Pair,
-    target: Target,
-    token_ids: Tensor | None,
-    answers: Answers | None,
+    recipe: Recipe, pair: Pair, target: Target, token_ids: Tensor | None, answers: Answers | None
 ) -> Draft:
     """The kind's base draft, fitted to the first outputs; without outputs it is not fitted."""
     return recipe.kind.initialise(

@@ -139,11 +139,7 @@ class Split:
 
 
 def split(
-    kept: Sequence[Row],
-    run_rows: Sequence[Row],
-    since: float,
-    trained: float,
-    old_share: float,
+    kept: Sequence[Row], run_rows: Sequence[Row], since: float, trained: float, old_share: float
 ) -> Split:
     """The rows to train and to test on. kept: newest first.
 

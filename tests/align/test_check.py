@@ -281,11 +281,7 @@ def test_truncated_weights_are_ill_formed(write, tmp_path):
         ({}, {"tokens": "abcdwxyzst"}, ("greedy only", "yes", "no")),
         # a name where the other has padding or a placeholder
         ({"rows": 12}, {"rows": 12, "added": (*ENDS, "<tool>")}, ("yes", "yes", "no")),
-        (
-            {"added": (*ENDS, "<tool>")},
-            {"added": (*ENDS, "<|reserved_1|>")},
-            ("yes", "yes", "no"),
-        ),
+        ({"added": (*ENDS, "<tool>")}, {"added": (*ENDS, "<|reserved_1|>")}, ("yes", "yes", "no")),
         # other stops, and a token that is special on one side only
         ({}, {"eos": "<s>"}, ("yes", "yes", "yes")),
         ({}, {"special": False}, ("yes", "yes", "yes")),

@@ -13,13 +13,7 @@ import torch
 from align.files import write_json
 from align.sources import read_json
 from distill import held_out
-from distill.held_out import (
-    HeldOut,
-    Measurement,
-    best_of,
-    held_out_curve,
-    read_measurements,
-)
+from distill.held_out import HeldOut, Measurement, best_of, held_out_curve, read_measurements
 from distill.losses import acceptance
 from distill.models import check_models, target_loader
 from distill.prompt_sets import collect_prompts, hold_out
@@ -64,11 +58,7 @@ def trained(tmp_path, tiny_llama, plain_trainer, followed):
         model = tiny_llama(**shape, pad_token_id=0)
         held_out = made_answers(10, seed=6)
         trainer = plain_trainer(recipe, model, made_answers(), held_out=held_out)
-        return (
-            distil(trainer, recipe),
-            read_measurements(recipe.folder),
-            recipe.folder,
-        )
+        return (distil(trainer, recipe), read_measurements(recipe.folder), recipe.folder)
 
     return train
 

@@ -184,8 +184,7 @@ def test_two_processes_make_the_draft_of_one_though_either_is_killed(
 
 @pytest.mark.real
 @pytest.mark.parametrize(
-    ("answers", "deaths"),
-    [("local", {"answers": 1, "training": 1}), ("server", {"answers": 0})],
+    ("answers", "deaths"), [("local", {"answers": 1, "training": 1}), ("server", {"answers": 0})]
 )
 def test_machines_share_the_folder_of_the_run_alone(
     recipe, straight, folder, tmp_path, answers, deaths

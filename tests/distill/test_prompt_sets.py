@@ -22,13 +22,7 @@ from distill.prompt_sets import (
     keep_prompts,
     training_prompts,
 )
-from eval.near_duplicates import (
-    CONTAINED,
-    NEAR_DUPLICATE,
-    NearDuplicates,
-    drop_overlap,
-    shingles,
-)
+from eval.near_duplicates import CONTAINED, NEAR_DUPLICATE, NearDuplicates, drop_overlap, shingles
 from eval.prompts import Prompt, PromptError, split_task
 from recipes.code.stdlib_functions import stdlib_prompts
 from recipes.legal import licence_clauses as legal

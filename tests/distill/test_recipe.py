@@ -228,8 +228,7 @@ def test_a_password_in_an_address_is_refused_and_not_shown(loaded):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [b"", b"just words", b"- a\n- b", b"1: 2", b"seed: 1\nseed: 2", b"name: \xff\xfe"],
+    "text", [b"", b"just words", b"- a\n- b", b"1: 2", b"seed: 1\nseed: 2", b"name: \xff\xfe"]
 )
 def test_a_file_that_is_no_recipe(tmp_path, text):
     path = tmp_path / "x.yaml"

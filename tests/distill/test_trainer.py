@@ -18,13 +18,7 @@ from distill.drafters.pruned import KIND as PRUNED
 from distill.loss_forward import give_loss_forward, take_loss_forward
 from distill.losses import coarse_loss, forward_kl, sharpen
 from distill.recipe import RecipeError, build_recipe
-from distill.trainer import (
-    SameOrder,
-    distil,
-    last_checkpoint,
-    mark_complete,
-    training_config,
-)
+from distill.trainer import SameOrder, distil, last_checkpoint, mark_complete, training_config
 from distill.training_set import DistillationCollator, answer_rows
 from tests.distill.conftest import made_answers, plain_recipe
 

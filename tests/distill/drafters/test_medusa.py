@@ -24,10 +24,7 @@ def heads(kept=KEPT):
     torch.manual_seed(0)
     model = MedusaModel(
         MedusaConfig(
-            hidden_size=SIZE,
-            vocab_size=VOCAB,
-            num_heads=HEADS,
-            truncated_vocab_size=len(kept),
+            hidden_size=SIZE, vocab_size=VOCAB, num_heads=HEADS, truncated_vocab_size=len(kept)
         )
     )
     with torch.no_grad():
@@ -62,11 +59,7 @@ def test_each_head_learns_the_token_of_its_own_place(monkeypatch):
     monkeypatch.setattr(medusa, "drawn_depths", lambda *_: DEPTHS)
     give_loss_forward(model, medusa.KIND, forward_kl)
     output = model(
-        input_ids=IDS,
-        positions=POSITIONS,
-        top_ids=top_ids,
-        top_logprobs=logprobs,
-        states=states,
+        input_ids=IDS, positions=POSITIONS, top_ids=top_ids, top_logprobs=logprobs, states=states
     )
     # a sum over what was drawn, over what is drawn in the mean: the losses of two halves add up
     assert float(output.loss.detach()) == pytest.approx(total / (1 + 1 / 2 + 1 / 4), rel=1e-4)

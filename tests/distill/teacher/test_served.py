@@ -192,10 +192,7 @@ def test_logged_outputs_are_read_as_the_weights_read_them(
     outputs = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
     rows = [
         {
-            "messages": [
-                {"role": "user", "content": text},
-                {"role": "assistant", "content": text},
-            ],
+            "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text}],
             "token_ids": ids,
             "temperature": 50.0,  # nothing is improbable
         }
