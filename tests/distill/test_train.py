@@ -2,7 +2,6 @@ import dataclasses
 import errno
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -24,7 +23,6 @@ from distill.run_folder import refuse_another_run
 from distill.train import main, run
 from eval.decoding.target import weights_sha256
 from eval.prompts import PromptError
-from tests.distill.conftest import WORDS
 
 
 def test_a_full_disk_ends_a_run_with_its_reason_alone(tmp_path, monkeypatch, capsys):
@@ -197,27 +195,6 @@ def test_a_run_that_made_nothing_does_not_claim_its_folder(folder, job, tmp_path
         run(job(tmp_path / "run", report_to="tensorboard"))
 
 
-def test_another_run_uses_the_answers_that_are_there(job, tmp_path, capsys):
-    rng, prompts = random.Random(3), tmp_path / "train.jsonl"
-    rows = [json.dumps({"prompt": " ".join(rng.choices(WORDS.split(), k=9))}) for _ in range(201)]
-    prompts.write_text("\n".join(rows))
-
-    def made(name, **changes):
-        """How many answers are made, of how many: the held-out prompts' first, where there are."""
-        keys = {"coverage_curve": True, "max_train_prompts": 100, "train_prompts": str(prompts)}
-        assert run(job(tmp_path / name, name=name, **keys | changes)) == 0
-        return re.findall(r"(\d+) of (\d+) generated", capsys.readouterr().out)
-
-    assert made("first") == [("100", "100")]
-    assert made("rate", learning_rate=1.0) == [("0", "100")]
-    assert made("rows", per_device_train_batch_size=2) == [("0", "100")]
-    assert made("trained", loss="tv", num_train_epochs=3.0) == [("0", "100")]
-    assert made("batched", answer_batch_size=3) == [("0", "100")]
-    assert made("pruned", **PRUNED) == [("0", "100")]
-    assert made("more", max_train_prompts=200) == [("0", "10"), ("100", "190")]
-    assert made("again", max_train_prompts=200) == [("0", "10"), ("0", "190")]
-
-
 def test_who_answers_may_change_in_a_folder_and_what_is_asked_may_not(job, tmp_path):
     recipe = job(tmp_path / "run")
     recipe.folder.mkdir()
@@ -237,57 +214,39 @@ def test_who_answers_may_change_in_a_folder_and_what_is_asked_may_not(job, tmp_p
 
 
 @pytest.mark.parametrize("kind", [PRUNED, {}])
-def test_the_target_is_gone_while_the_draft_trains(job, tmp_path, monkeypatch, kind):
+def test_the_target_is_gone_while_the_draft_trains_and_both_before_they_are_measured(
+    job, tmp_path, monkeypatch, kind
+):
     recipe = job(tmp_path / "run", **kind, max_steps=4)
-    loaded, drafts = [], []
+    targets, drafts = [], []
 
     def load(*args, load=models.load_target):
         target = load(*args)
-        loaded.append(weakref.ref(target.model))
+        targets.append(weakref.ref(target.model))
         return target
 
-    def distil(recipe, pair, prepared, *_):
-        drafts.append(weakref.ref(prepared.model))
-        assert [target() for target in loaded] == [None]
-        raise KeyboardInterrupt
-
-    def measure(*args, measure=train.evaluate):
-        assert [target() for target in loaded] == [None]
-        assert all(draft() is None for draft in drafts)
-        return measure(*args)
-
-    monkeypatch.setattr(models, "load_target", load)
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "distil_draft", distil)
-        with pytest.raises(KeyboardInterrupt):
-            run(recipe)
-    # taken up after the answers, it trains without the target
-    with monkeypatch.context() as patch:
-        patch.setattr(models, "load_target", no_target)
-        with pytest.raises(AssertionError, match="the target was loaded"):
-            run(recipe)
-    assert (recipe.folder / "draft" / "config.json").exists()
-    monkeypatch.setattr(train, "evaluate", measure)
-    assert run(recipe) == 0
-
-
-def test_a_run_in_one_go_holds_no_draft_while_it_measures(job, tmp_path, monkeypatch):
-    drafts = []
-
     def distil(*args, distil=train.distil_draft):
+        assert [target() for target in targets] == [None]
         drafts.append(weakref.ref(args[2].model))
         drafts.append(weakref.ref(distil(*args)))
         return drafts[-1]()
 
     def measure(*args):
-        assert [draft() for draft in drafts] == [None, None]
+        assert [model() for model in (*targets, *drafts)] == [None, None, None]
+        drafts.clear()
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(models, "load_target", load)
     monkeypatch.setattr(train, "distil_draft", distil)
     monkeypatch.setattr(train, "evaluate", measure)
     with pytest.raises(KeyboardInterrupt):
-        run(job(tmp_path / "run", **PRUNED, max_steps=4))
-    assert len(drafts) == 2
+        run(recipe)
+    # taken up after the outputs, it trains without the target
+    shutil.rmtree(recipe.folder / "draft")
+    monkeypatch.setattr(models, "load_target", no_target)
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe)
+    assert (recipe.folder / "draft" / "config.json").exists()
 
 
 def test_a_finished_run_keeps_what_is_needed_and_can_be_run_again(finished, tmp_path, monkeypatch):
