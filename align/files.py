@@ -67,7 +67,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
             weights.chmod(readable)  # safetensors 0.8 makes them readable by the owner only
         os.sync()  # one call: a folder may hold tens of thousands of files
         if path.is_dir() and not path.is_symlink():
-            path.rename(_replaced(partial))
+            path.rename(partial.with_suffix(".replaced"))
         else:
             path.unlink(missing_ok=True)
         partial.rename(path)
@@ -125,15 +125,10 @@ def _partial_of(path: Path) -> Iterator[Path]:
         _sync(path.parent)
 
 
-def _replaced(partial: Path) -> Path:
-    """The temporary name of the earlier folder while the new folder is renamed."""
-    return partial.with_suffix(".replaced")
-
-
 def _clear(lock: Path, path: Path) -> None:
     """Delete the temporary files of a writer of `path`; restore a folder that it moved aside."""
     partial = lock.with_suffix("")
-    replaced = _replaced(partial)
+    replaced = partial.with_suffix(".replaced")
     _delete(partial)
     if replaced.exists() and not path.exists():
         replaced.rename(path)

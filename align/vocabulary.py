@@ -38,7 +38,8 @@ class Vocabulary:
     tokenizer.json. tokens: the token of every id (align/token_bytes.py), None where there is none.
     special_ids: an id for each of SPECIAL_NAMES, None if the tokenizer has no such token.
     all_stops: ids that end a text, from tokenizer, config and generation config. config: of the
-    text model. head_bias: whether the LM head has a bias; False if no weights are cached.
+    text model. head_bias: whether the LM head has a bias; False if no weights are cached. prefix,
+    suffix: ids that the tokenizer puts before and after every text (a BOS; an EOS by mistake).
     """
 
     spec: str
@@ -51,6 +52,8 @@ class Vocabulary:
     chat_template: str | None
     config: dict[str, Any]
     head_bias: bool
+    prefix: list[int]
+    suffix: list[int]
 
     @property
     def vocab_size(self) -> int:
@@ -82,22 +85,6 @@ class Vocabulary:
         """The hash of tokenizer.json without truncation and padding."""
         parts = {k: v for k, v in self.backend.items() if k not in ("truncation", "padding")}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-    @cached_property
-    def prefix(self) -> list[int]:
-        """The ids that the tokenizer puts before every text (a BOS)."""
-        return self._around_a_text[0]
-
-    @property
-    def suffix(self) -> list[int]:
-        """The ids that the tokenizer puts after every text, for example an EOS by mistake."""
-        return self._around_a_text[1]
-
-    @cached_property
-    def _around_a_text(self) -> tuple[list[int], list[int]]:
-        ids, text = (self.tokenizer.encode("a", add_special_tokens=add) for add in (True, False))
-        start = next((i for i in range(len(ids)) if ids[i : i + len(text)] == text), 0)
-        return ids[:start], ids[start + len(text) :]
 
     @cached_property
     def id_of(self) -> dict[Token, int]:
@@ -194,7 +181,9 @@ def _parse(spec: str, folder: Path) -> Vocabulary:
     for path in filter(Path.is_file, weight_files(folder)):  # a Hub checkpoint may have none yet
         with opened_weights(path, "numpy") as file:
             head_bias |= any(name.endswith(_HEAD_BIASES) for name in file.keys())  # noqa: SIM118
-    about = special_ids, stops, template, config, head_bias
+    ids, text = (tokenizer.encode("a", add_special_tokens=add) for add in (True, False))
+    start = next((i for i in range(len(ids)) if ids[i : i + len(text)] == text), 0)
+    about = special_ids, stops, template, config, head_bias, ids[:start], ids[start + len(text) :]
     vocabulary = Vocabulary(spec, folder, tokenizer, backend, tokens, *about)
     # Gemma 3 1B has an image token beyond its vocab_size; no text contains it
     while len(tokens) > vocabulary.vocab_size and len(tokens) - 1 not in stops:
