@@ -30,7 +30,7 @@ import time
 from _thread import interrupt_main
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from filelock import FileLock, Timeout
 from scipy.special import stdtrit
@@ -169,16 +169,8 @@ class State:
     draft was trained on, by the draft's name.
     """
 
-    path: Path
     until: float = 0.0
     trained: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, path: Path) -> State:
-        return cls(path, **read_json(path)) if path.exists() else cls(path)
-
-    def write(self) -> None:
-        write_json(self.path, {"until": self.until, "trained": self.trained})
 
 
 def when(seconds: float) -> str:
@@ -220,10 +212,11 @@ def adapt(args: argparse.Namespace) -> int:
     home, now = args.run / HOME, time.time()
     served = served_draft(args.run)
     tidy(home, now - DAY * args.days)
-    state = State.read(home / "state.json")
+    path = home / "state.json"
+    state = State(**read_json(path)) if path.exists() else State()
     if state.until > now:
         raise UserError(
-            f"{state.path} has rows of {when(state.until)}, but the clock of this machine shows "
+            f"{path} has rows of {when(state.until)}, but the clock of this machine shows "
             f"{when(now)}. Correct the clock; if the file's time is wrong, delete the file."
         )
     rows = select(args, state, served.name, now)
@@ -245,7 +238,7 @@ def adapt(args: argparse.Namespace) -> int:
     state.until = rows.newest
     if status == PUBLISHED:
         state.trained[name] = rows.trained
-    state.write()  # before the links: a killed call must not test on these rows again
+    write_json(path, asdict(state))  # before the links: no row is tested on again after a kill
     if status == PUBLISHED:
         atomic_link(home / "previous", os.readlink(home / "current"))
         atomic_link(home / "current", f"drafts/{name}")
