@@ -41,7 +41,7 @@ def evaluate(
     """
     folder = recipe.folder
     refuse_damaged(folder / "draft")  # which is not measured if there is a trimmed checkpoint
-    made_by = provenance(recipe, prompts, clock.seconds())
+    made_by = provenance(recipe, prompts)
     report = None
     if load is not None and recipe.served:
         print_commands(recipe)

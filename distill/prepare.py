@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from align.files import atomic_folder, write_json
-from align.sources import opened_weights, read_json, resolve_checkpoint
+from align.files import atomic_folder
+from align.sources import opened_weights, resolve_checkpoint
 from align.trim import choose_tokens, coverage_curve, lost_mass
 from distill.drafters.kind import Draft, Origin
 from distill.models import Pair, forced_tokens, load_sibling
@@ -26,7 +26,6 @@ from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.target import Target
 
-PREPARED = "prepared.json"
 FULL_HEAD = "full_head.safetensors"
 
 
@@ -41,18 +40,13 @@ def prepare_draft(
         return read_prepared(recipe, pair)
     folder = recipe.folder / "prepared"
     # a finished run has deleted FULL_HEAD
-    if not (folder / (FULL_HEAD if recipe.kind.language_model else PREPARED)).exists():
+    if not (folder / (FULL_HEAD if recipe.kind.language_model else "config.json")).exists():
         _write_base(recipe, pair, load(), answers, folder)
-    shape = f"{recipe.num_draft_layers} layers" if recipe.kind.language_model else recipe.kind_name
-    if recipe.draft_vocab_size is not None:
-        lost = read_json(folder / PREPARED)["lost_mass"]
-        shape += f", trimmed tokens have {lost:.2%} of the target's probability"
-    print(f"base draft: {shape}")
     return read_prepared(recipe, pair)
 
 
 def _write_base(recipe: Recipe, pair: Pair, target: Target, answers: Answers, folder: Path) -> None:
-    """Write a base draft made from the target, and its head's lost mass, into the folder."""
+    """Write a base draft made from the target into the folder; print what it is."""
     mass = domain_mass(answers, pair.vocab_size)
     ids = None
     if recipe.draft_vocab_size is not None and recipe.draft is None:
@@ -63,8 +57,11 @@ def _write_base(recipe: Recipe, pair: Pair, target: Target, answers: Answers, fo
         recipe.kind.save(partial, base, embedding, recipe.target)
         if base.full_head is not None:
             save_file({"full_head": base.full_head}, partial / FULL_HEAD)
-        lost = 0.0 if base.token_ids is None else lost_mass(mass, base.token_ids.cpu())
-        write_json(partial / PREPARED, {"lost_mass": lost})
+    shape = f"{recipe.num_draft_layers} layers" if recipe.kind.language_model else recipe.kind_name
+    if base.token_ids is not None:
+        lost = lost_mass(mass, base.token_ids.cpu())
+        shape += f", trimmed tokens have {lost:.2%} of the target's probability"
+    print(f"base draft: {shape}")
 
 
 def _initialised(

@@ -18,7 +18,6 @@ from align.files import atomic_file, remove, write_json
 from align.sources import read_json
 from align.vocab_map import VOCAB_MAP, save_map
 from distill.models import Pair
-from distill.prepare import PREPARED
 from distill.prompt_sets import Prompts, keep_prompts
 from distill.recipe import Recipe, RecipeError, chosen_loss, dump, read_yaml
 from distill.teacher.answers import USED
@@ -70,11 +69,8 @@ def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts) -> None:
         file.write(dump(recipe))
 
 
-def provenance(recipe: Recipe, prompts: Prompts, seconds: float) -> dict[str, Any]:
-    """The origin of a report: command, versions, commit, seed, hashes of models and prompts.
-
-    seconds: the time that the run has taken so far.
-    """
+def provenance(recipe: Recipe, prompts: Prompts) -> dict[str, Any]:
+    """The origin of a report: command, versions, commit, seed, hashes of models and prompts."""
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"],
         cwd=Path(__file__).parent,
@@ -83,7 +79,6 @@ def provenance(recipe: Recipe, prompts: Prompts, seconds: float) -> dict[str, An
         check=False,  # an installed wheel has no repository
     ).stdout.strip()
     used, ids = read_json(recipe.folder / USED), names_of(prompts.training.ids)
-    prepared = recipe.folder / "prepared" / PREPARED  # absent for a sibling
     return {
         "command": [*map(masked, sys.argv)],
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
@@ -101,8 +96,6 @@ def provenance(recipe: Recipe, prompts: Prompts, seconds: float) -> dict[str, An
         "loss": dict(zip(("name", "why"), chosen_loss(recipe), strict=True)),
         "answers": used["by"],
         "overlap": asdict(prompts.overlap),
-        "lost_mass": read_json(prepared)["lost_mass"] if prepared.exists() else 0.0,
-        "seconds_before_evaluation": round(seconds, 1),
     }
 
 

@@ -271,7 +271,6 @@ def test_a_finished_run_keeps_what_is_needed_and_can_be_run_again(finished, tmp_
         assert run(recipe) == 0
     again = read_json(folder / "report" / "report.json")
     assert again["provenance"]["hashes"] == report["provenance"]["hashes"]
-    assert again["provenance"]["lost_mass"] == report["provenance"]["lost_mass"] > 0
     weights = folder / "draft" / "compact" / "model.safetensors"
     tuned = weights.read_bytes()
     shutil.rmtree(folder / "draft")  # it is made again from the last checkpoint
