@@ -8,7 +8,6 @@ also counts the time before its interruption.
 from __future__ import annotations
 
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -33,16 +32,6 @@ SAFETY = 0.9  # share of the time left that a round of outputs fills, at the las
 KEPT_EVERY = 5.0  # seconds between two writes of the time
 
 
-def command_start() -> float:
-    """The Unix time at which this process started, or a launcher that was given its script."""
-    process = psutil.Process()
-    with suppress(psutil.Error):
-        launcher = process.parent()
-        if launcher is not None and sys.argv[0] in launcher.cmdline():
-            process = launcher
-    return float(process.create_time())
-
-
 class Clock:
     """Seconds that a run has taken, with the time before interruptions.
 
@@ -58,7 +47,8 @@ class Clock:
             kept = read_json(self.path)
         self.training: float | None = kept["training"]
         # starting Python and importing packages is part of the run's time
-        self.start = time.monotonic() - (time.time() - command_start()) - kept["seconds"]
+        age = time.time() - psutil.Process().create_time()
+        self.start = time.monotonic() - age - kept["seconds"]
         self.ended = threading.Event()
         self.keeper = threading.Thread(target=self._keep_until_ended, daemon=True)
 

@@ -21,17 +21,9 @@ def time(monkeypatch):
     passed = SimpleNamespace(now=0.0)
     fake = SimpleNamespace(monotonic=lambda: passed.now, time=lambda: passed.now)
     monkeypatch.setattr(clock_module, "time", fake)
-    monkeypatch.setattr(clock_module, "command_start", lambda: passed.now)
-    return passed
-
-
-@pytest.mark.parametrize(("launcher", "starts"), [("python -m launch train.py", 3), ("bash", 7)])
-def test_the_time_of_a_launcher_counts(monkeypatch, launcher, starts):
-    parent = SimpleNamespace(cmdline=lambda: launcher.split(), create_time=lambda: 3)
-    process = SimpleNamespace(parent=lambda: parent, create_time=lambda: 7)
+    process = SimpleNamespace(create_time=lambda: passed.now)
     monkeypatch.setattr(clock_module.psutil, "Process", lambda: process)
-    monkeypatch.setattr(clock_module.sys, "argv", ["train.py", "--recipe", "code"])
-    assert clock_module.command_start() == starts
+    return passed
 
 
 def test_a_run_that_goes_on_counts_what_it_had_used(time, tmp_path):
