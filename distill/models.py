@@ -57,11 +57,6 @@ class Pair:
     layers: tuple[int, ...]
     mask: int | None
 
-    @property
-    def vocab_size(self) -> int:
-        """Vocabulary entries of the target's embedding."""
-        return self.target.vocab_size
-
     def target_embedding(self, dtype: torch.dtype) -> Tensor:
         """The target's input embedding [V, H], on the CPU, memory-mapped from its file.
 
@@ -243,8 +238,9 @@ def load_sibling(pair: Pair) -> PreTrainedModel:
         **{name: ends.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     )
     if pair.vocab_map is not None:
-        return transplant(model, pair.vocab_map, pair.target, pair.draft, pair.vocab_size)
-    return resized(model, pair.draft, pair.vocab_size)
+        rows = pair.target.vocab_size
+        return transplant(model, pair.vocab_map, pair.target, pair.draft, rows)
+    return resized(model, pair.draft, pair.target.vocab_size)
 
 
 def head_entries(token_ids: Tensor | None, vocab_size: int) -> Tensor | None:

@@ -47,7 +47,7 @@ def prepare_draft(
 
 def _write_base(recipe: Recipe, pair: Pair, target: Target, answers: Answers, folder: Path) -> None:
     """Write a base draft made from the target into the folder; print what it is."""
-    mass = domain_mass(answers, pair.vocab_size)
+    mass = domain_mass(answers, pair.target.vocab_size)
     ids = None
     if recipe.draft_vocab_size is not None and recipe.draft is None:
         ids = choose_tokens(mass, recipe.draft_vocab_size, forced_tokens(pair.target))
@@ -125,7 +125,7 @@ def untrained_drafter(recipe: Recipe, pair: Pair, target: Target) -> Drafter:
 
 def print_coverage(pair: Pair, answers: Iterable[CachedAnswer]) -> None:
     """Print the share of the target's probability that each trimmed vocabulary would lose."""
-    mass = domain_mass(answers, pair.vocab_size)
+    mass = domain_mass(answers, pair.target.vocab_size)
     print("draft_vocab_size  lost probability")
     for size, lost in coverage_curve(mass, forced_tokens(pair.target)):
         print(f"{size:>16}  {lost:>16.3%}")

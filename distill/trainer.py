@@ -429,7 +429,7 @@ def build_trainer(
     of a run with `minutes`.
     """
     model = prepared.model.float()
-    entry_of = head_entries(prepared.token_ids, pair.vocab_size)
+    entry_of = head_entries(prepared.token_ids, pair.target.vocab_size)
     tokenizer = copy.deepcopy(pair.target.tokenizer)  # the trainer changes it
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

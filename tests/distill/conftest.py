@@ -181,11 +181,11 @@ def plain_trainer():
     def make(recipe, model, answers, held_out=(), strategy="direct"):
         words = models.WordLevel({f"w{i}": i for i in range(model.vocab_size)}, unk_token="w0")
         pair = SimpleNamespace(
-            vocab_size=model.vocab_size,
             target=SimpleNamespace(
+                vocab_size=model.vocab_size,
                 tokenizer=PreTrainedTokenizerFast(
                     tokenizer_object=Tokenizer(words), pad_token="w0", eos_token="w1"
-                )
+                ),
             ),
             strategy=strategy,
         )
