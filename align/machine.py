@@ -141,8 +141,7 @@ def free_memory() -> None:
     Call it between stages only: within a stage the same memory is needed again (`use_machine`).
     """
     gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # another process, for example vLLM, may need it
+    torch.cuda.empty_cache()  # another process, for example vLLM, may need it
     if _GLIBC:
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -217,8 +217,7 @@ def target_loader(recipe: Recipe, prompts: Prompts) -> functools._lru_cache_wrap
 def parameters(config: PreTrainedConfig) -> int:
     """The number of parameters of a model of this config. Tied weights count once."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
+        return int(AutoModelForCausalLM.from_config(config).num_parameters())
 
 
 def target_device(recipe: Recipe) -> str:
