@@ -45,14 +45,10 @@ SAME_CHOICE, TRIMMED_PROBABILITY = 0.99, 0.005
 OURS = ["*.safetensors", "*.safetensors.index.json", "compact/*"]
 
 
-class PublishError(UserError):
-    """The run cannot be published yet, or the Hub refused it."""
-
-
 def check_files(run: Path) -> None:
     """Raise UserError where a file of the run is missing or broken."""
     if not (run / "recipe.yaml").is_file():
-        raise PublishError(f"{run} has no recipe.yaml; give the output folder of a finished run")
+        raise UserError(f"{run} has no recipe.yaml; give the output folder of a finished run")
     read_yaml(run / "recipe.yaml")
     for name in ("provenance.json", "draft/config.json", "draft/tokenizer.json"):
         read_json(run / name)
@@ -159,12 +155,12 @@ def publish(
             print(f"Not to be published yet: {line}")
         return
     if unmet and not force:
-        raise PublishError(
+        raise UserError(
             "\n- ".join(["not to be published yet; --force does, and the card says why", *unmet])
         )
     earlier = place == run / "published" or weights_sha256(str(place)) in weights
     if place.exists() and not earlier and not (place.is_dir() and not any(place.iterdir())):
-        raise PublishError(f"{place} exists already: give the name of a new folder, or remove it")
+        raise UserError(f"{place} exists already: give the name of a new folder, or remove it")
     copy_draft(run, place, measured, Publication(name, licence, source, unmet))
     print(f"draft: {place}")
     target = place.with_name(f"{place.name}-target")
@@ -193,7 +189,7 @@ def push_folder(folder: Path, repo_id: str, public: bool) -> str:
     a failure resumes the upload.
 
     The token is that of the environment or of `hf auth login`, and no message contains it. Raises
-    PublishError for a repository of the other visibility, without a login, and if the Hub refuses
+    UserError for a repository of the other visibility, without a login, and if the Hub refuses
     or cannot be reached.
     """
     api = HfApi()
@@ -202,14 +198,14 @@ def push_folder(folder: Path, repo_id: str, public: bool) -> str:
         address = api.create_repo(repo_id, private=not public, exist_ok=True)
         if api.repo_info(repo_id).private == public:
             remedy = "leave --public out" if public else "give --public"
-            raise PublishError(
+            raise UserError(
                 f"{repo_id} exists and is {'private' if public else 'public'}: change that in its "
                 f"settings on the Hub, {remedy}, or name another repository"
             )
         api.upload_folder(
             repo_id=repo_id, folder_path=folder, commit_message="Draft model", delete_patterns=OURS
         )
-    except PublishError:
+    except UserError:
         raise
     except (OSError, HTTPError, RuntimeError, ValueError) as error:
         # huggingface_hub wraps the error of a file's upload in a RuntimeError
@@ -217,7 +213,7 @@ def push_folder(folder: Path, repo_id: str, public: bool) -> str:
         text = " ".join(str(cause).split()) or type(cause).__name__
         if token := get_token():  # a server may repeat it
             text = text.replace(token, "***")
-        raise PublishError(
+        raise UserError(
             f"the upload of {repo_id} failed ({text}). None of its files is visible yet; run the "
             "same command again to resume, or publish with --to FOLDER"
         ) from None

@@ -40,10 +40,6 @@ TAUGHT = "-taught"  # ends the name of an output with distributions within its p
 Record = Mapping[str, Tensor]
 
 
-class CacheError(UserError):
-    """A record of a store is damaged or missing: value, reason, remedy."""
-
-
 @dataclass(frozen=True)
 class AnswerSettings:
     """How the target is prompted for its outputs.
@@ -148,7 +144,7 @@ class Store:
     def __init__(self, folder: Path, key: Mapping[str, Any] | None = None) -> None:
         """key: the settings on which the records depend. The folder is made by the first `append`.
 
-        Raises CacheError for a truncated shard.
+        Raises UserError for a truncated shard.
         """
         self.folder, self.key = folder, dict(key or {})
         self._places: dict[str, tuple[Path, int]] = {}  # shard, and number there
@@ -222,7 +218,7 @@ class Store:
     def wait_for(self, names: Sequence[str]) -> None:
         """Wait until all processes have written their share of these records.
 
-        Raises CacheError if some are still missing.
+        Raises UserError if some are still missing.
         """
         wait_on_host()  # the first process may have a vLLM on all GPUs
         self.refresh()
@@ -231,7 +227,7 @@ class Store:
             time.sleep(1)
             self.refresh()
         if lacking := sum(name not in self for name in names):
-            raise CacheError(
+            raise UserError(
                 f"{self.folder} lacks {lacking} of {len(names)} records after every process has "
                 "made its share: the processes do not see the same folder. Set output_dir to a "
                 "folder on a disk that all of them share."
@@ -316,11 +312,11 @@ def _sha256(about: str, tensors: Mapping[str, Tensor]) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A shard, memory-mapped. Raises CacheError for a shard that is truncated or removed."""
+    """A shard, memory-mapped. Raises UserError for a shard that is truncated or removed."""
     try:
         with safe_open(path, "pt") as file:
             yield file
     except (SafetensorError, FileNotFoundError) as error:
-        raise CacheError(
+        raise UserError(
             f"{path} is damaged ({error}); delete it and run again: only its records are remade."
         ) from error

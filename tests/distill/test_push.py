@@ -7,8 +7,9 @@ import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
+from align.errors import UserError
 from distill import publish
-from distill.publish import OURS, PublishError, push_folder
+from distill.publish import OURS, push_folder
 
 TOKEN = "hf_NobodyMayReadThis"
 NAME = "me/code-draft"
@@ -41,7 +42,7 @@ def test_a_push_is_one_commit_that_removes_what_earlier_ones_named_otherwise(api
 @pytest.mark.parametrize("public", [True, False])
 def test_a_repository_of_the_other_visibility_is_refused(api, tmp_path, public):
     api.repo_info.return_value.private = public
-    with pytest.raises(PublishError, match="--public"):
+    with pytest.raises(UserError, match="--public"):
         push_folder(tmp_path, NAME, public)
     assert not api.upload_folder.called
 
@@ -68,7 +69,7 @@ def test_a_fault_is_told_without_the_token_and_the_same_call_goes_on(
     api, tmp_path, stage, error, reason
 ):
     getattr(api, stage).side_effect = error
-    with pytest.raises(PublishError, match=reason) as refused:
+    with pytest.raises(UserError, match=reason) as refused:
         push_folder(tmp_path, NAME, public=False)
     assert TOKEN not in str(refused.value)
     assert api.upload_folder.called == (stage == "upload_folder")

@@ -6,7 +6,7 @@ import torch
 from align.errors import UserError
 from distill.prepare import until
 from distill.teacher import store as module
-from distill.teacher.store import Answers, CachedAnswer, CacheError, Store, name_of, names_of
+from distill.teacher.store import Answers, CachedAnswer, Store, name_of, names_of
 
 KEY = {"target weights": "abc", "seed": 1}
 
@@ -98,12 +98,12 @@ def test_a_shard_that_is_cut_or_gone_is_an_error(tmp_path):
     put(store, 0, 1)
     (shard,) = tmp_path.glob("shard-*")
     shard.write_bytes(shard.read_bytes()[:-10])
-    with pytest.raises(CacheError, match=shard.name):
+    with pytest.raises(UserError, match=shard.name):
         Store(tmp_path)
-    with pytest.raises(CacheError, match=shard.name):
+    with pytest.raises(UserError, match=shard.name):
         store["1"]
     shard.unlink()
-    with pytest.raises(CacheError, match=shard.name):
+    with pytest.raises(UserError, match=shard.name):
         store["1"]
 
 
@@ -113,7 +113,7 @@ def test_a_record_that_the_disk_shows_late_is_waited_for(tmp_path, monkeypatch):
         patch.setattr(module.time, "sleep", lambda _: put(Store(tmp_path), 0))
         store.wait_for(["0"])
     monkeypatch.setattr(module, "VISIBLE_SECONDS", 0)
-    with pytest.raises(CacheError, match="lacks 1 of 2"):
+    with pytest.raises(UserError, match="lacks 1 of 2"):
         store.wait_for(["0", "1"])
 
 
