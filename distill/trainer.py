@@ -19,7 +19,7 @@ from accelerate import DistributedType, PartialState
 from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import (
     EarlyStoppingCallback,
@@ -169,11 +169,7 @@ class DraftTrainer(SFTTrainer):
         return schedule
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
+        self, model: nn.Module, inputs: Any, *_: Any, num_items_in_batch: Any = None, **__: Any
     ) -> Any:
         index = inputs.pop("index")
         if self.recipe.teacher_temperature != 1:
@@ -185,27 +181,19 @@ class DraftTrainer(SFTTrainer):
             attention = cpu_attention(draft.config, *inputs["input_ids"].shape)
             draft.config._attn_implementation = attention
         # an output's random numbers do not depend on its process
-        outputs = model(**inputs, seeds=index + SEEDS_A_STEP * self.state.global_step)
-        tokens = len(inputs["positions"])
-        if not torch.isfinite(outputs.loss):
-            mean = float(outputs.loss.detach()) / tokens
+        loss = model(**inputs, seeds=index + SEEDS_A_STEP * self.state.global_step).loss
+        if not torch.isfinite(loss):
             raise UserError(
-                f"The loss is {mean} at step {self.state.global_step + 1}, on outputs "
-                f"{index.tolist()} of the cache; training stopped without this step. Lower "
+                f"The loss is {float(loss.detach())} at step {self.state.global_step + 1}, on "
+                f"outputs {index.tolist()} of the cache; training stopped without this step. Lower "
                 "learning_rate, or inspect these outputs; the last checkpoint is complete."
             )
-        count = tokens if num_items_in_batch is None else num_items_in_batch
-        loss = outputs.loss / count
-        # `count` covers all processes, and their gradients are averaged
-        return loss if num_items_in_batch is None else loss * self.accelerator.num_processes
+        if num_items_in_batch is None:
+            return loss / len(inputs["positions"])
+        # the number covers all processes, and their gradients are averaged
+        return loss / num_items_in_batch * self.accelerator.num_processes
 
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> Any:
+    def prediction_step(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Any:
         """Returns no loss, the four results of `loss_forward._acceptance`, each [B, T] with PADDING
         where no token is predicted, and the labels.
 
