@@ -15,7 +15,7 @@ of a row's blocks, L layers read, H hidden size, D size of an attention head.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from align.sources import read_json
 from distill.drafters.batch import HeadInput, Slots, TrainingBatch, drawn_depths, mean_depth
 from distill.drafters.compact import target_id_maps, write_compact
 from distill.drafters.initialisation import scaled, shape_of, to_train, undivided, usual_sizes
-from distill.drafters.kind import Draft, DraftKind, Origin
+from distill.drafters.kind import Config, Draft, DraftKind, Origin
 from eval.decoding.drafters import dflash
 from eval.decoding.drafters.dflash import (
     ARCHITECTURE,
@@ -48,9 +48,7 @@ ANCHORS = 0.25  # share of the response positions that are anchors in a training
 class DFlash(DraftKind):
     has_mask = True
 
-    def target_layers(
-        self, target: Mapping[str, Any], published: Mapping[str, Any] | None = None
-    ) -> tuple[int, ...]:
+    def target_layers(self, target: Config, published: Config | None = None) -> tuple[int, ...]:
         return dflash.target_layers(target, published)
 
     @torch.no_grad()

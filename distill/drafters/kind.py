@@ -23,6 +23,8 @@ from distill.drafters.batch import HeadInput, TrainingBatch
 from distill.teacher.store import CachedAnswer
 from eval.decoding.target import Target
 
+Config = Mapping[str, Any]  # the content of a config.json
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -92,9 +94,7 @@ class DraftKind:
         """The name of the kind's file, as in recipes and in compact.json."""
         return type(self).__module__.rpartition(".")[2]
 
-    def target_layers(
-        self, target: Mapping[str, Any], published: Mapping[str, Any] | None = None
-    ) -> tuple[int, ...]:
+    def target_layers(self, target: Config, published: Config | None = None) -> tuple[int, ...]:
         """The target's hidden states that a draft reads, numbered as in eval/decoding/forward.py.
 
         target: the target's config. published: config.json of a published draft.

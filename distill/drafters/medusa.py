@@ -14,7 +14,7 @@ Legend: N response positions, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from distill.drafters.batch import HeadInput, TrainingBatch, drawn_depths, followed, mean_depth
 from distill.drafters.compact import write_compact
 from distill.drafters.initialisation import least_squares
-from distill.drafters.kind import Draft, DraftKind, Origin
+from distill.drafters.kind import Config, Draft, DraftKind, Origin
 from eval.decoding.drafters.medusa import MedusaConfig, MedusaModel, load_heads
 
 BIAS = 2.0  # a block's bias over the root mean square of W x, which the block is to add
@@ -35,9 +35,7 @@ DEEPER = 0.5  # probability that a position which trains head d trains head d + 
 class Medusa(DraftKind):
     fitted_weights = ("blocks", "lm_head")
 
-    def target_layers(
-        self, target: Mapping[str, Any], published: Mapping[str, Any] | None = None
-    ) -> tuple[int, ...]:
+    def target_layers(self, target: Config, published: Config | None = None) -> tuple[int, ...]:
         return (target["num_hidden_layers"],)
 
     @torch.no_grad()

@@ -23,7 +23,7 @@ from align.files import write_json
 from align.sources import load_config, opened_weights, resolve_checkpoint, weight_files
 from distill.drafters.batch import HeadInput, TrainingBatch, drawn_depths, followed, mean_depth
 from distill.drafters.initialisation import FrozenEmbedding
-from distill.drafters.kind import Draft, DraftKind, Origin
+from distill.drafters.kind import Config, Draft, DraftKind, Origin
 from eval.decoding.drafters.compact import COMPACT, check_compact
 from eval.decoding.drafters.mtp import (
     ARCHITECTURE,
@@ -47,9 +47,7 @@ class Mtp(DraftKind):
     # engines give the layer the target's whole LM head; its steps share a cache of keys and values
     unused = ("draft_vocab_size", "activation_checkpointing")
 
-    def target_layers(
-        self, target: Mapping[str, Any], published: Mapping[str, Any] | None = None
-    ) -> tuple[int, ...]:
+    def target_layers(self, target: Config, published: Config | None = None) -> tuple[int, ...]:
         return (target["num_hidden_layers"],)
 
     def initialise(self, origin: Origin) -> Draft:
