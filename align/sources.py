@@ -210,7 +210,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def opened_weights(path: Path, framework: str = "pt", device: str = "cpu") -> Iterator[Any]:
+def opened_weights(
+    path: Path,
+    framework: str = "pt",
+    device: str = "cpu",
+    remedy: str = "restore it, or delete its folder if a run has made it",
+) -> Iterator[Any]:
     """A safetensors file, memory-mapped. Raises SourceError if it is damaged or missing."""
     from safetensors import SafetensorError, safe_open
 
@@ -218,9 +223,7 @@ def opened_weights(path: Path, framework: str = "pt", device: str = "cpu") -> It
         with safe_open(path, framework, device) as file:
             yield file
     except (SafetensorError, FileNotFoundError) as error:
-        raise SourceError(
-            f"{path} is damaged ({error}); restore it, or delete its folder if a run has made it."
-        ) from error
+        raise SourceError(f"{path} is damaged ({error}); {remedy}.") from error
 
 
 def refuse_damaged(folder: Path) -> None:

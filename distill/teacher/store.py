@@ -16,25 +16,24 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from align.errors import UserError
 from align.files import atomic_file, locked, write_json
 from align.machine import from_first, shared_by_all, wait_on_host
-from align.sources import cache_folder
+from align.sources import cache_folder, opened_weights
 from eval.decoding.loop import Decoding
 
 TEACHER = "teacher"  # the folder of all stores, in the cache or in a run's folder
 VISIBLE_SECONDS = 90.0  # NFS may show a new file to other machines after a minute only
+REMEDY = "delete it and run again: only its records are remade"  # of a damaged shard
 TAUGHT = "-taught"  # ends the name of an output with distributions within its prompt
 
 Record = Mapping[str, Tensor]
@@ -194,7 +193,7 @@ class Store:
         """Read the index of shards that any process has added."""
         for path in sorted(self.folder.glob("shard-*.safetensors")):
             if path not in self._shards:
-                with opened(path) as file:
+                with opened_weights(path, remedy=REMEDY) as file:
                     self._take_in(path, file.metadata())
 
     def _take_in(self, path: Path, metadata: dict[str, str]) -> None:
@@ -242,7 +241,7 @@ class Store:
     def __getitem__(self, name: str) -> Record:
         path, number = self._places[name]
         # opened anew each time: pages of a map that stays open would count as this process's memory
-        with opened(path) as file:
+        with opened_weights(path, remedy=REMEDY) as file:
             return {
                 column: file.get_slice(column)[ends[number] : ends[number + 1]].clone()
                 for column, ends in self._shards[path].ends.items()
@@ -308,15 +307,3 @@ def _sha256(about: str, tensors: Mapping[str, Tensor]) -> str:
         digest.update(name.encode())
         digest.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[Any]:
-    """A shard, memory-mapped. Raises UserError for a shard that is truncated or removed."""
-    try:
-        with safe_open(path, "pt") as file:
-            yield file
-    except (SafetensorError, FileNotFoundError) as error:
-        raise UserError(
-            f"{path} is damaged ({error}); delete it and run again: only its records are remade."
-        ) from error
