@@ -28,7 +28,7 @@ from transformers import (
     ProgressCallback,
     TrainerCallback,
 )
-from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import rotate_checkpoints
@@ -366,21 +366,16 @@ def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
             remove_unused_columns=False,
             dataset_kwargs={"skip_prepare_dataset": True},
         )
-        SFTTrainer.get_optimizer_cls_and_kwargs(config)  # an optimiser may need another package
-    except (ValueError, TypeError, ImportError) as error:
+        # an optimiser or a tracker may need another package
+        SFTTrainer.get_optimizer_cls_and_kwargs(config)
+        for tracker in get_reporting_integration_callbacks(config.report_to):
+            tracker()
+    except (ValueError, TypeError, ImportError, RuntimeError) as error:
         raise RecipeError(
-            f"SFTConfig refuses the recipe ({error}); correct or remove the key that it names."
+            f"transformers refuses the recipe ({error}); correct or remove the key that it names."
         ) from error
     # with more GPUs the trainer would use DataParallel, and that splits `positions` wrongly
     config._n_gpu = min(1, config.n_gpu)
-    trackers: Any = config.report_to  # a list by now
-    installed = get_available_reporting_integrations()
-    if lacking := [name for name in trackers if name not in installed]:
-        raise RecipeError(
-            f"report_to names {lacking[0]!r}, but this tracker is not installed (installed: "
-            f"{', '.join(installed) or 'none'}); run `pip install {lacking[0]}`, or leave "
-            "report_to out."
-        )
     return config
 
 

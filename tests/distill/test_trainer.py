@@ -262,7 +262,7 @@ def test_without_held_out_prompts_no_checkpoint_is_the_best(tmp_path, train, tin
 
 @pytest.mark.parametrize("optim", ["adamv_torch", "grokadamw"])
 def test_an_optimiser_that_is_not_there_is_refused_first(tmp_path, optim):
-    with pytest.raises(RecipeError, match=f"SFTConfig refuses .*{optim}"):
+    with pytest.raises(RecipeError, match=f"transformers refuses .*{optim}"):
         training_config(recipe_in(tmp_path, optim=optim))
 
 
