@@ -7,53 +7,54 @@ tools/server/README.md). An output's counts are their differences before and aft
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import SampleMethod
-from eval.engines.comparison import Output, PromptOutputs
+from eval.engines.comparison import Engine, Output, PromptOutputs
 from eval.engines.counters import Series, between, read_series
+from eval.engines.divergences import Judge, explain
 from eval.engines.server import AT_ONCE, Server, ServerError
 from eval.prompts import Prompt
 
 
-class EngineServer(Server, ABC):
+class EngineServer(Server, Engine, Judge, ABC):
     """A server as an `Engine`. Methods raise ServerError if a request fails.
 
-    engine: its name in reports. retries: of a request, also of a stream that broke off; only the
-    last try is timed and counted. A running server gets more once it has answered.
+    engine: its name in reports. version_at: path and key of its version. retries: of a request,
+    also of a stream that broke off; only the last try is timed and counted. A running server gets
+    more once it has answered.
     """
 
     engine: str
+    version_at: tuple[str, str]
     retries = AT_ONCE
-
-    @property
-    @abstractmethod
-    def version(self) -> str | None:
-        """The engine's version; None if the server does not report it."""
 
     @abstractmethod
     def streamed(self, prompt: Prompt, decoding: Decoding) -> Output:
         """The output for one prompt without counts, in one try."""
 
-    @abstractmethod
-    def read(self, greedy: Output) -> Any:
-        """As in `Engine`."""
+    @property
+    def version(self) -> str | None:
+        """The engine's version; None if the server does not report it."""
+        path, key = self.version_at
+        try:
+            return str(self.ask(path)[key])
+        except (ServerError, LookupError, TypeError):
+            return None
 
-    @abstractmethod
     def explain(
         self, plain: Output, with_draft: PromptOutputs, position: int, greedy: Decoding
     ) -> dict[str, Any]:
-        """As in `Engine`."""
-
-    @abstractmethod
-    def logprob(self, output: Output) -> float | str:
-        """As in `Engine`."""
+        """As in `Engine`, by the log-probabilities of the servers."""
+        outputs = plain.run.tokens, with_draft.greedy.run.tokens
+        return explain(self, with_draft.reading, plain.prompt_ids, outputs, position)
 
     def generate(self, prompt: Prompt, decoding: Decoding) -> Output:
         """The output for one prompt without counts."""
@@ -87,13 +88,6 @@ class EngineServer(Server, ABC):
         except ServerError:  # speed can be measured without counters
             return {}
 
-    def told(self, path: str, key: str) -> str | None:
-        """A value of the JSON at `path`; None if the server does not have it."""
-        try:
-            return str(self.ask(path)[key])
-        except (ServerError, LookupError, TypeError):
-            return None
-
     def messages(self, path: str, body: dict[str, Any], prompt: Prompt) -> Any:
         """Yields the messages of a streamed output. Raises ServerError for an error among them."""
         for message in self.stream(path, body, f" to prompt {prompt.id!r}"):
@@ -102,38 +96,39 @@ class EngineServer(Server, ABC):
             yield message
 
 
+@dataclass(eq=False)
 class Servers(ABC):
     """An engine's servers of a target on this machine.
 
     client: of a server. program: finds the engine's program; raises UserError if there is none.
-    rule: verification of sampled tokens. installed: JSON that changes with its version. arguments:
-    of all servers. unreadable: reasons by the draft's spec. dtype: of the target.
+    rule: verification of sampled tokens.
+    target, drafts: specs. scratch: a folder for converted checkpoints. positions: most tokens of a
+    prompt with its output. slots: most requests at a time. given: the user's arguments, which have
+    priority.
+    installed: JSON that changes with the engine's version. arguments: of all servers. unreadable:
+    reasons by the draft's spec. dtype: of the target.
     """
 
-    client: type[EngineServer]
-    program: Callable[[], Path]
-    rule = "the server's own rule"
-    installed: list[Any]
-    arguments: list[str]
-    unreadable: dict[str, str]
-    device: torch.device
-    dtype: str
+    client: ClassVar[type[EngineServer]]
+    program: ClassVar[Callable[[], Path]]
+    rule: ClassVar[str] = "the server's own rule"
+
+    target: str
+    drafts: Collection[str]
+    scratch: Path
+    positions: int
+    slots: int
+    given: Sequence[str]
+
+    installed: list[Any] = field(init=False)
+    arguments: list[str] = field(init=False)
+    unreadable: dict[str, str] = field(init=False, default_factory=dict)
+    device: torch.device = field(init=False)
+    dtype: str = field(init=False)
 
     @abstractmethod
-    def __init__(
-        self,
-        target: str,
-        drafts: Iterable[str],
-        scratch: Path,
-        positions: int,
-        slots: int,
-        arguments: Sequence[str],
-    ) -> None:
-        """target, drafts: specs. scratch: a folder for converted checkpoints.
-
-        positions: most tokens of a prompt with its output. slots: most requests at a time.
-        arguments: the user's, which have priority.
-        """
+    def __post_init__(self) -> None:
+        """Convert checkpoints, and set the fields that are not given."""
 
     def lengths(self, draft: str, gammas: Sequence[int]) -> Sequence[int]:
         """The lengths of `gammas` that apply to a draft; 0: the server has its own."""

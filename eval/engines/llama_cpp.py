@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from eval.decoding.drafters.lookup import LOOKUP, LOOKUP_FIRST
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import SampleMethod
-from eval.engines.comparison import Output, PromptOutputs
-from eval.engines.divergences import TOP, Logprobs, explain
+from eval.engines.comparison import Output
+from eval.engines.divergences import TOP, Logprobs
 from eval.engines.engine_server import EngineServer, Servers
 from eval.engines.process import served_here
 from eval.engines.server import ServerError
@@ -47,11 +47,7 @@ PLAIN = {
 class LlamaServer(EngineServer):
     """A llama-server as an `Engine`, by its own API, because its OpenAI API has no token ids."""
 
-    engine = "llama.cpp"
-
-    @property
-    def version(self) -> str | None:
-        return self.told("/props", "build_info")
+    engine, version_at = "llama.cpp", ("/props", "build_info")
 
     def decode(self, prompt: Prompt, decoding: Decoding) -> Output:
         output = super().decode(prompt, decoding)
@@ -125,19 +121,10 @@ class LlamaServer(EngineServer):
     def read(self, greedy: Output) -> None:
         """None: a server with a draft has no log-probabilities of tokens that it drafted."""
 
-    def explain(
-        self, plain: Output, with_draft: PromptOutputs, position: int, greedy: Decoding
-    ) -> dict[str, Any]:
-        """As in `Engine`, by the log-probabilities of this server alone."""
-        outputs = plain.run.tokens, with_draft.greedy.run.tokens
-        return explain(self, None, plain.prompt_ids, outputs, position)
-
     def logprob(self, output: Output) -> str:
-        """As in `Engine`."""
         return "llama-server has no log-probabilities of given tokens"
 
     def written(self, prompt: list[int], count: int) -> tuple[list[int], list[Logprobs]]:
-        """As in `Judge`."""
         return self._asked(prompt, count, cached=False)
 
     def read_wide(self, prompt: list[int], output: list[int]) -> list[Logprobs]:
@@ -191,31 +178,22 @@ class LlamaServers(Servers):
     client = LlamaServer
     program = staticmethod(llama_server)
 
-    def __init__(
-        self,
-        target: str,
-        drafts: Iterable[str],
-        scratch: Path,
-        positions: int,
-        slots: int,
-        arguments: Sequence[str],
-    ) -> None:
-        program, self.scratch = self.program(), scratch
+    def __post_init__(self) -> None:
+        program = self.program()
         self.installed = [str(program), program.stat().st_size, program.stat().st_mtime_ns]
-        config = load_config(target)
-        self.dtype = gguf_kind(target) or str(config.dtype).removeprefix("torch.")
+        config = load_config(self.target)
+        self.dtype = gguf_kind(self.target) or str(config.dtype).removeprefix("torch.")
         kinds = {"float32": "f32", "float16": "f16"}
-        self.target = self._gguf(target, kinds.get(self.dtype, "bf16"))
+        self.model = self._gguf(self.target, kinds.get(self.dtype, "bf16"))
         self.files: dict[str, Path] = {}
-        self.unreadable: dict[str, str] = {}
-        for draft in {*drafts} - {LOOKUP}:
+        for draft in {*self.drafts} - {LOOKUP}:
             try:
                 self.files[draft] = self._gguf(draft.removeprefix(LOOKUP_FIRST), DRAFT_KIND)
             except (UserError, OSError) as error:
                 self.unreadable[draft] = str(error)
         # One cache of prompts is switched off by each request, the other one here.
-        self.arguments = ["--ctx-size", str(positions * slots), "--cache-ram", "0"]
-        self.arguments += ["--parallel", str(slots), *arguments]
+        self.arguments = ["--ctx-size", str(self.positions * self.slots), "--cache-ram", "0"]
+        self.arguments += ["--parallel", str(self.slots), *self.given]
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def lengths(self, draft: str, gammas: Sequence[int]) -> Sequence[int]:
@@ -229,7 +207,7 @@ class LlamaServers(Servers):
         program = llama_server()
         libraries = f"{program.parent}{os.pathsep}{os.environ.get('LD_LIBRARY_PATH', '')}"
         variables = {**os.environ, "LD_LIBRARY_PATH": libraries.rstrip(os.pathsep)}
-        command = [str(program), "--model", str(self.target), "--alias", "target"]
+        command = [str(program), "--model", str(self.model), "--alias", "target"]
         command += ["--metrics", "--offline", *self.arguments]
         command += drafting(draft, self.files.get(draft), gamma) if draft else []
         with served_here("llama-server", command, variables) as address:

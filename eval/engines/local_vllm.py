@@ -177,34 +177,25 @@ class VllmServers(Servers):
     program = staticmethod(vllm_python)
     rule = "rejection sampling"  # vLLM's default
 
-    def __init__(
-        self,
-        target: str,
-        drafts: Iterable[str],
-        scratch: Path,
-        positions: int,
-        slots: int,
-        arguments: Sequence[str],
-    ) -> None:
+    def __post_init__(self) -> None:
         packages = self.program().parents[1].glob("lib/python*/site-packages/vllm*.dist-info")
         self.installed = [str(package) for package in packages]
-        self.path = resolve_checkpoint(target, quantised=True)
+        self.path = resolve_checkpoint(self.target, quantised=True)
         config = load_config(str(self.path))
         self.dtype = str(config.dtype or "auto").removeprefix("torch.")
         self.loadable: dict[str, tuple[str | Path, bool]] = {d: (d, False) for d in METHODS}
-        self.unreadable: dict[str, str] = {}
-        for draft in {*drafts} - METHODS.keys():
+        for draft in {*self.drafts} - METHODS.keys():
             try:
-                self.loadable[draft] = loadable_draft(draft, self.path, config, scratch)
+                self.loadable[draft] = loadable_draft(draft, self.path, config, self.scratch)
             except (UserError, OSError) as error:
                 self.unreadable[draft] = str(error)
         folders = [folder for folder, _ in self.loadable.values() if isinstance(folder, Path)]
         on_gpus = gpu_arguments(self.path, folders)
         # The dtype is the default of `vllm serve`. The prefix cache is off, because with it the
         # second request of a prompt is faster than the first.
-        self.arguments = ["--dtype", "auto", "--max-model-len", str(positions)]
+        self.arguments = ["--dtype", "auto", "--max-model-len", str(self.positions)]
         self.arguments += ["--no-enable-prefix-caching", *(on_gpus or ["--enforce-eager"])]
-        self.arguments += arguments
+        self.arguments += self.given
         self.device = torch.device("cuda" if on_gpus else "cpu")
         for draft, (folder, _) in self.loadable.items() if not on_gpus else ():
             if isinstance(folder, Path) and has_several_k_norms(folder):

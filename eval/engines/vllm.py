@@ -11,8 +11,8 @@ import numpy as np
 
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.prompt_run import PromptRun
-from eval.engines.comparison import Output, PromptOutputs
-from eval.engines.divergences import TOP, Logprobs, explain
+from eval.engines.comparison import Output
+from eval.engines.divergences import TOP, Logprobs
 from eval.engines.engine_server import EngineServer
 from eval.engines.server import UNPENALISED, ServerError, token_ids
 from eval.prompts import Prompt, chat_request
@@ -21,11 +21,7 @@ from eval.prompts import Prompt, chat_request
 class VllmServer(EngineServer):
     """A vLLM server as an `Engine`."""
 
-    engine = "vllm"
-
-    @property
-    def version(self) -> str | None:
-        return self.told("/version", "version")
+    engine, version_at = "vllm", ("/version", "version")
 
     def streamed(self, prompt: Prompt, decoding: Decoding) -> Output:
         """As in EngineServer; each message with tokens is a speculation step."""
@@ -84,27 +80,17 @@ class VllmServer(EngineServer):
         except ServerError as failure:
             return str(failure)
 
-    def explain(
-        self, plain: Output, with_draft: PromptOutputs, position: int, greedy: Decoding
-    ) -> dict[str, Any]:
-        """As in `Engine`, by log-probabilities of this server and of the server with the draft."""
-        outputs = plain.run.tokens, with_draft.greedy.run.tokens
-        return explain(self, with_draft.reading, plain.prompt_ids, outputs, position)
-
     def logprob(self, output: Output) -> float | str:
         """As in `Engine`, at temperature 1."""
-        tokens = output.run.tokens
         read = self.read(output)
         if isinstance(read, str):
             return read
-        return fmean(seen[token] for seen, token in zip(read, tokens, strict=True))
+        return fmean(seen[token] for seen, token in zip(read, output.run.tokens, strict=True))
 
     def written(self, prompt: list[int], count: int) -> tuple[list[int], list[Logprobs]]:
-        """As in `Judge`."""
         return self._asked(prompt, max_tokens=count)
 
     def read_wide(self, prompt: list[int], output: list[int]) -> list[Logprobs]:
-        """As in `Judge`."""
         # max_tokens=1, because servers generate at least one token; it is ignored
         tokens, logprobs = self._asked(prompt + output, max_tokens=1, echo=True)
         positions = slice(len(prompt), len(prompt) + len(output))
@@ -113,7 +99,6 @@ class VllmServer(EngineServer):
         return logprobs[positions]
 
     def read_from(self, prompt: list[int], output: list[int], at: int) -> list[Logprobs]:
-        """As in `Judge`."""
         return self.read_wide(prompt, output)
 
     def _asked(self, ids: list[int], **request: Any) -> tuple[list[int], list[Logprobs]]:
