@@ -73,9 +73,7 @@ def session_cache(tmp_path_factory):
 def spared():
     """No test waits for the disk; templates are read once; steps are timed in few rounds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            timing.step_costs, "__defaults__", (12, timing.all_of_them)
-        )  # an interval needs ten
+        patch.setattr(timing, "COST_REPEATS", 12)  # an interval needs ten
         patch.setattr(os, "fsync", lambda descriptor: None)
         patch.setattr(os, "sync", lambda: None)
         patch.setattr(page, "_environment", functools.cache(page._environment))

@@ -52,8 +52,7 @@ class PromptSums(Part):
     alpha_sum: Quantity | None = None
     positions: Count | None = None
     outputs: Positive | None = Field(
-        default=None,
-        description="of each side, whose tokens and seconds are summed here; null: 1",
+        default=None, description="of each side, whose tokens and seconds are summed here"
     )
     tokens: Count | None = None
     seconds: Quantity | None = None
@@ -111,6 +110,7 @@ def prompt_table(
             "category": run.category,
             "group": run.group,
             "prompt_tokens": run.prompt_tokens,
+            "outputs": 1,
             "tokens": len(run.tokens),
             "seconds": run.seconds,
             "prefill_seconds": run.prefill_seconds,
@@ -128,7 +128,7 @@ def prompt_table(
             row["baseline_block_seconds"] = sum(base.block_seconds[whole])
     for base, run in again:
         row = rows[run.prompt_id]
-        row["outputs"] = row.get("outputs", 1) + 1
+        row["outputs"] += 1
         for start, one in (("baseline_", base), ("", run)):
             row[f"{start}tokens"] += len(one.tokens)
             row[f"{start}seconds"] += one.seconds
@@ -222,6 +222,11 @@ def speedup_of(totals: Floats) -> Floats:
     return ratio(totals[..., :2]) / ratio(totals[..., 2:])
 
 
+def milliseconds(totals: Floats) -> Floats:
+    """Milliseconds per output of totals (..., 2): seconds, outputs."""
+    return 1000 * ratio(totals)
+
+
 # arXiv 2211.17192, theorem 3.5
 ACCEPTANCE_RATE = Number("alpha", ("alpha_sum", "positions"), ends=within_one)
 MEAN_ACCEPTANCE_LENGTH = Number("tau", ("block_tokens", "blocks"))
@@ -231,6 +236,8 @@ SPEEDUP = Number(
 )
 TOKENS_PER_S = Number("tokens_per_s", ("tokens", "seconds"))
 BASELINE_TOKENS_PER_S = Number("tokens_per_s", ("baseline_tokens", "baseline_seconds"))
+TTFT_MS = Number("ttft_ms", ("prefill_seconds", "outputs"), milliseconds)
+BASELINE_TTFT_MS = Number("ttft_ms", ("baseline_prefill_seconds", "outputs"), milliseconds)
 COMPARED = (ACCEPTANCE_RATE, MEAN_ACCEPTANCE_LENGTH, SPEEDUP)  # for categories and gains
 
 
@@ -386,16 +393,6 @@ def cost_ratio(costs: StepCosts) -> float:
 def verify_ratio(costs: StepCosts, draft_length: float) -> float:
     """Time of a target call on draft_length + 1 tokens / time of a call on one token."""
     return float(costs.verify(draft_length + 1.0)) / costs.target_step_ms
-
-
-def ttft_ms(
-    table: Sequence[PromptSums], column: str, started: StartError | None = None
-) -> Measured:
-    """Milliseconds to the first token, mean over prompts. column: of the prefill's seconds."""
-    timed = [row for row in table if getattr(row, column) is not None]
-    milliseconds = [(1000 * getattr(row, column), row.outputs or 1) for row in timed]
-    groups = [row.group for row in timed]
-    return measure("ttft_ms", milliseconds, groups=groups, started=started, servers=[[0]])
 
 
 class Percentiles(Part):

@@ -6,7 +6,6 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +45,6 @@ def step_costs(
     context_length: int,
     longest_draft: int,
     decoding: Decoding,
-    repeats: int = COST_REPEATS,
     enough: Enough = all_of_them,
 ) -> list[StepCosts]:
     """The step costs of each drafter with one target, at one context length.
@@ -70,7 +68,7 @@ def step_costs(
             if whole is not None:
                 steps["whole draft", number] = whole
     seconds: dict[tuple[str, int], list[float]] = {step: [] for step in steps}
-    for repeat in tqdm(range(WARM_UP_ROUNDS + repeats), desc="step costs", unit="round"):
+    for repeat in tqdm(range(WARM_UP_ROUNDS + COST_REPEATS), desc="step costs", unit="round"):
         if repeat > WARM_UP_ROUNDS and enough(repeat):
             break
         for step, run in steps.items():
@@ -161,40 +159,29 @@ def decode_in_turns(
     journal: Journal,
     enough: Enough = all_of_them,
 ) -> list[list[PromptRun]]:
-    """Every prompt decoded by every contender: runs [contenders][prompts]."""
+    """Every prompt decoded by every contender, prompt by prompt: runs [contenders][prompts].
+
+    The order rotates and is reversed for every other prompt, so that no contender always runs on a
+    cool machine or after the same other contender.
+    """
+
+    def measure(turn: int, row: tuple[Prompt, list[int]]) -> list[PromptRun]:
+        first, runs = turn // 2 % len(contenders), {}
+        order = [*range(first, len(contenders)), *range(first)]
+        for number in reversed(order) if turn % 2 else order:
+            runs[number] = decode_undisturbed(target.decoder, contenders[number], *row)
+        return [runs[number] for number in range(len(contenders))]
+
+    def read(runs: list[dict[str, Any]]) -> list[PromptRun]:
+        return [PromptRun(**run) for run in runs]
+
     rows = list(zip(prompts.prompts, prompts.ids, strict=True))
     for contender in contenders:  # warm-up, not counted
         new_tokens = min(contender.decoding.max_new_tokens, WARM_UP_TOKENS)
         short = dataclasses.replace(contender.decoding, max_new_tokens=new_tokens)
         decode_undisturbed(target.decoder, contender._replace(decoding=short), *rows[0])
-    decoders = [partial(decode_undisturbed, target.decoder, contender) for contender in contenders]
-    return in_turns(decoders, rows, journal, "timed prompts", enough)
-
-
-def in_turns(
-    decoders: Sequence[Callable[..., PromptRun]],
-    rows: Sequence[tuple[Prompt, list[int]]],
-    journal: Journal,
-    stage: str,
-    enough: Enough = all_of_them,
-) -> list[list[PromptRun]]:
-    """Each (prompt, ids) decoded by each decoder, prompt by prompt: runs [decoders][prompts].
-
-    The order rotates and is reversed for every other prompt, so that no decoder always runs on a
-    cool machine or after the same other decoder.
-    """
-
-    def measure(turn: int, row: tuple[Prompt, list[int]]) -> list[PromptRun]:
-        first, runs = turn // 2 % len(decoders), {}
-        order = [*range(first, len(decoders)), *range(first)]
-        for number in reversed(order) if turn % 2 else order:
-            runs[number] = decoders[number](*row)
-        return [runs[number] for number in range(len(decoders))]
-
-    by_prompt = journal.each(
-        stage, rows, measure, lambda runs: [PromptRun(**run) for run in runs], "prompt", enough
-    )
-    return [[runs[number] for runs in by_prompt] for number in range(len(decoders))]
+    by_prompt = journal.each("timed prompts", rows, measure, read, "prompt", enough)
+    return [list(runs) for runs in zip(*by_prompt, strict=True)]
 
 
 def over_stock_generate(

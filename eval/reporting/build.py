@@ -139,8 +139,8 @@ def _numbers(
             speculative=measured(metrics.TOKENS_PER_S, table, log.started),
         ),
         "ttft_ms": lambda: Both(
-            baseline=metrics.ttft_ms(table, "baseline_prefill_seconds", log.started),
-            speculative=metrics.ttft_ms(table, "prefill_seconds", log.started),
+            baseline=measured(metrics.BASELINE_TTFT_MS, table, log.started),
+            speculative=measured(metrics.TTFT_MS, table, log.started),
         ),
         "itl_ms": lambda: Both(
             baseline=metrics.itl_ms([*log.baseline, *(base for base, _ in log.again)]),

@@ -148,7 +148,7 @@ def test_graphs_and_caches_do_not_grow_with_the_number_of_texts(tiny, pair):
     _, graphed, recorder = pair
     near = draft(tiny, lambda decoder: GraphedDecoder(decoder, recorder))
     both, how = [near, lookup_first(near, frozenset())], Decoding(Sampling(), frozenset(), 8)
-    step_costs(graphed, both, 20, 4, how, 1)  # holds a cache of each draft
+    step_costs(graphed, both, 20, 4, how)  # holds a cache of each draft
     for length in range(3, 80):
         decode(graphed, near, Prompt("p", prompt="unused"), (IDS * 10)[:length], how, 4)
     assert (next(graphed._numbers), next(near.decoder._numbers)) == (1, 2)  # caches so far

@@ -8,7 +8,6 @@ from transformers import GenerationConfig
 
 from eval.decoding.drafters.lookup import lookup_first
 from eval.decoding.loop import Decoding, decode
-from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics, timing
 from eval.measuring.cost import StepCosts
@@ -16,12 +15,11 @@ from eval.measuring.timing import (
     Contender,
     decode_in_turns,
     fastest_length,
-    in_turns,
     over_stock_generate,
     step_costs,
 )
 from eval.prompts import Prompt, PromptSet
-from tests.eval.measuring.made_up import GREEDY, IDS, NEVER, PROMPTS, SET, VOCAB, baselines
+from tests.eval.measuring.made_up import GREEDY, NEVER, PROMPTS, SET, VOCAB, baselines
 
 
 def test_costs_are_those_of_every_width_after_the_warm_up(target, own, monkeypatch):
@@ -41,12 +39,12 @@ def test_costs_are_those_of_every_width_after_the_warm_up(target, own, monkeypat
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock / 1000))
     monkeypatch.setattr(timing, "timed_step", lambda target, cache, width, *_: step(width))
     monkeypatch.setattr(type(own), "step", lambda *_: step(0.5))
-    both = step_costs(target.decoder, [own, own], 30, 3, GREEDY, repeats=2)
+    both = step_costs(target.decoder, [own, own], 30, 3, GREEDY)
     for costs in both:
         assert (costs.draft_step_ms, costs.target_step_ms) == pytest.approx((0.5, 1.0))
         assert costs.target_verify_ms == pytest.approx({1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0})
     # the target's steps are timed once for both drafts
-    assert timed == [1, 0.5, 2, 0.5, 3, 4] * 5
+    assert timed == [1, 0.5, 2, 0.5, 3, 4] * 15
 
 
 def test_a_timed_step_reads_different_tokens():
@@ -85,7 +83,7 @@ def test_no_part_of_a_parallel_draft_costs_less_than_nothing(
     monkeypatch.setattr(timing, "timed_step", lambda *_: taking(1.0))
     monkeypatch.setattr(type(own), "step", lambda *_: taking(step))
     monkeypatch.setattr(type(own), "draft_at_once", lambda *_: taking(block))
-    (costs,) = step_costs(target.decoder, [own], 30, 3, GREEDY, repeats=2)
+    (costs,) = step_costs(target.decoder, [own], 30, 3, GREEDY)
     assert (costs.draft_step_ms, costs.draft_block_ms) == pytest.approx((token, once))
 
 
@@ -140,24 +138,7 @@ def test_what_n_gram_speculation_found_is_priced_as_free(target, other):
     assert steps == taken[: run.whole_blocks]
 
 
-def test_contenders_take_turns_at_being_first(journal):
-    calls = []
-
-    def contender(number):
-        def decoded(prompt, ids):
-            calls.append(number)
-            return PromptRun(prompt.id, None, number, ids, 1.0, [], [], [], [], False)
-
-        return decoded
-
-    rows = list(zip(PROMPTS, IDS, strict=True))
-    found = in_turns([contender(number) for number in range(3)], rows, journal, "stage")
-    assert calls == [0, 1, 2, 2, 1, 0, 1, 2, 0]
-    assert [[run.prompt_tokens for run in runs] for runs in found] == [[0] * 3, [1] * 3, [2] * 3]
-    assert [[run.tokens for run in runs] for runs in found] == [IDS] * 3
-
-
-def test_every_contender_warms_up_before_a_prompt_is_timed(target, own, journal, monkeypatch):
+def test_contenders_warm_up_and_take_turns_at_being_first(target, own, journal, monkeypatch):
     decoded, undisturbed = [], timing.decode_undisturbed
 
     def recorded(decoder, contender, prompt, ids):
@@ -165,10 +146,11 @@ def test_every_contender_warms_up_before_a_prompt_is_timed(target, own, journal,
         return undisturbed(decoder, contender, prompt, ids)
 
     monkeypatch.setattr(timing, "decode_undisturbed", recorded)
-    contenders = [Contender(None, 0, GREEDY), Contender(own, 2, GREEDY)]
-    runs = decode_in_turns(target, contenders, SET.first(1), journal)
-    assert decoded == [(0, 8), (2, 8), (0, 20), (2, 20)]
-    assert [[len(run.tokens) for run in each] for each in runs] == [[20], [20]]
+    contenders = [Contender(own if length else None, length, GREEDY) for length in range(3)]
+    runs = decode_in_turns(target, contenders, SET, journal)
+    assert decoded[:3] == [(0, 8), (1, 8), (2, 8)]
+    assert decoded[3:] == [(length, 20) for length in (0, 1, 2, 2, 1, 0, 1, 2, 0)]
+    assert [[max(run.drafted) for run in each] for each in runs] == [[0] * 3, [1] * 3, [2] * 3]
 
 
 def test_every_prompt_is_decoded_by_everybody(target, own, other, journal):
