@@ -29,7 +29,9 @@ import math
 import os
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -111,7 +113,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--max_new_tokens", type=int, default=128)
     add(
         "--gamma",
-        type=_sizes,
+        type=partial(_listed, int, "2,4"),
         default=[],
         metavar="N",
         help="draft length; default: chosen on prompts that are not evaluated; servers take "
@@ -141,14 +143,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--baseline_url", help="a running server of the same target without a draft")
     add(
         "--concurrency",
-        type=_sizes,
+        type=partial(_listed, int, "1,2,4,8"),
         default=[],
         metavar="N,N,…",
         help="servers: also measure with N requests at a time, as 1,4,8,32",
     )
     add(
         "--request_rate",
-        type=_rates,
+        type=partial(_listed, float, "0.5,2,8"),
         default=[],
         metavar="N,N,…",
         help="servers: also measure with N new requests per second, at random times",
@@ -191,76 +193,65 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def _refusals(args: argparse.Namespace) -> Iterator[str]:
     """The reasons why the options cannot be used together."""
-    engine, several = args.engine, len(args.gamma) > 1
+    engine, serves = args.engine, args.engine in SERVED
+    running = " and running servers" if args.served else ""
     if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
         yield f"one process measures, not {processes} at once; start it with python -m eval.run"
-    if args.long_prompts == "truncate_left" and args.max_prompt_length is None:
-        yield "--long_prompts truncate_left needs --max_prompt_length, the number of tokens to keep"
-    if engine in SERVED and args.long_prompts == "truncate_left":
+    applies = {
+        "concurrency": serves,
+        "request_rate": serves,
+        "server_args": serves and not args.served,
+        "draft_sample_method": engine in ("torch", "vllm"),
+        "strategy": engine == "torch" or args.run is not None,
+        "max_prompt_length": not args.served or args.run is not None,
+    }
+    for option, applied in applies.items():
+        if not applied and getattr(args, option) not in (None, [], "auto"):
+            yield f"--{option} has no effect with engine {engine}{running}; omit it"
+    if serves and args.long_prompts == "truncate_left":
         yield f"engine {engine} renders whole prompts; give --long_prompts drop, or other --prompts"
-    if engine not in SERVED and several:
-        yield f"engine {engine} takes one --gamma, not {args.gamma}"
-    if engine not in SERVED and args.loads:
-        yield f"--concurrency and --request_rate need a server; omit them with engine {engine}"
-    if engine not in SERVED and args.server_args:
-        yield f"--server_args needs a server; omit it with engine {engine}"
-    if args.draft_sample_method and engine == "llama.cpp":
-        yield "--draft_sample_method needs engine torch or vllm; omit it with engine llama.cpp"
-    if args.draft_sample_method == "greedy" and engine == "transformers":
-        yield "engine transformers drafts samples; omit --draft_sample_method greedy"
+    if len(args.gamma) > 1 and (args.served or not serves):
+        yield f"engine {engine}{running} takes one --gamma, not {args.gamma}"
     if args.goodput and not args.loads:
         yield "--goodput needs a load; give --concurrency or --request_rate"
     if args.served:
         if not (args.base_url and args.baseline_url and args.prompts):
             yield "running servers need --base_url, --baseline_url and --prompts"
-        if args.server_args:
-            yield "--server_args needs servers that are started here; omit it with --base_url"
-        if several:
-            yield f"--base_url takes one --gamma, not {args.gamma}; a server has one draft length"
-        if args.max_prompt_length and args.run is None:
-            yield "--base_url sends whole prompts; omit --max_prompt_length"
         return
     if not (args.target and args.draft and args.prompts):
         yield "give --target, --draft and --prompts, or --run DIR"
-    if engine == "torch":
-        return
-    if not args.gamma:
+    if engine != "torch" and not args.gamma:
         yield f"engine {engine} needs --gamma, because it does not choose a draft length"
-    if args.run is not None and args.output_dir == args.run:
+    if engine != "torch" and args.run is not None and args.output_dir == args.run:
         yield f"engine {engine} needs another --output_dir, because the run's has a report already"
-    if args.strategy != "auto" and args.run is None:
-        yield f"--strategy needs engine torch; omit it with engine {engine}"
 
 
-def _sizes(text: str) -> list[int]:
-    if not all(part.isdecimal() and int(part) for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} should be whole numbers, 1 or more, as 1,2,4,8")
-    return sorted({int(part) for part in text.split(",")})
+def _above_zero(kind: type[int] | type[float], text: str) -> float:
+    """The finite number above 0. Raises ValueError for another text."""
+    if not 0 < (number := kind(text)) < math.inf:
+        raise ValueError(text)
+    return number
 
 
-def _rates(text: str) -> list[float]:
-    rates = sorted({_above_zero(part) for part in text.split(",")})
-    if 0.0 in rates:
-        raise argparse.ArgumentTypeError(f"{text!r} should be numbers above 0, as 0.5,2,8")
-    return rates
+def _listed(kind: type[int] | type[float], example: str, text: str) -> list[Any]:
+    """The numbers above 0 of a list, sorted, each once."""
+    try:
+        return sorted({_above_zero(kind, part) for part in text.split(",")})
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} should be numbers above 0, as {example}"
+        ) from None
 
 
 def _limits(text: str) -> dict[str, float]:
-    parts = (part.partition(":") for part in text.split(","))
-    limits = {name: _above_zero(limit) for name, _, limit in parts}
-    if 0.0 in limits.values() or not limits.keys() <= {*GOODPUT}:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} should be limits in ms of {', '.join(GOODPUT)}, as ttft:500,tpot:50"
-        )
-    return limits
-
-
-def _above_zero(text: str) -> float:
-    """The finite number above 0; 0 for another text."""
-    try:
-        return value if 0 < (value := float(text)) < math.inf else 0.0
-    except ValueError:
-        return 0.0
+    parts = [part.partition(":") for part in text.split(",")]
+    with suppress(ValueError):
+        limits = {name: _above_zero(float, limit) for name, _, limit in parts}
+        if limits.keys() <= {*GOODPUT}:
+            return limits
+    raise argparse.ArgumentTypeError(
+        f"{text!r} should be limits in ms of {', '.join(GOODPUT)}, as ttft:500,tpot:50"
+    )
 
 
 def _object(text: str) -> dict[str, Any]:
