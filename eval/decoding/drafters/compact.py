@@ -61,6 +61,19 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
         ) from None
 
 
+def refuse_unknown_parts(folder: Path, kind: str, parts: Mapping[str, tuple[Any, Any]]) -> None:
+    """Raise UserError for a published draft with parts that are not computed here.
+
+    parts: the draft's value, and the value that is computed, by key.
+    """
+    for key, (value, computed) in parts.items():
+        if value != computed:
+            raise UserError(
+                f"{folder} has {key} {value}, but only {kind} with {computed} is computed here; "
+                "measure the draft in vLLM (eval.run --engine vllm)."
+            )
+
+
 def refuse_other_target(
     folder: Path, about: Mapping[str, Any], target: Any, keys: Iterable[str]
 ) -> None:

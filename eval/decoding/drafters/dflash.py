@@ -31,6 +31,7 @@ from eval.decoding.drafters.compact import (
     read_token_ids,
     refuse_other_embedding,
     refuse_other_target,
+    refuse_unknown_parts,
     weights_of,
 )
 from eval.decoding.drafters.drafter import (
@@ -65,7 +66,16 @@ class DFlash(DraftFormat):
     def check_config(self, folder: Path, target: PreTrainedConfig) -> None:
         about = read_json(folder / "config.json")
         plain = plain_config(about)
-        refuse_unknown_parts(folder, plain)
+        inner = plain["dflash_config"]
+        parts = {
+            "model_type": (plain.get("model_type"), "qwen3"),
+            "attention_bias": (bool(plain.get("attention_bias")), False),
+            "layer_types": (sorted({*FULL, *(plain.get("layer_types") or ())}), FULL),
+            "mask_embedding.pt": ((folder / "mask_embedding.pt").exists(), False),
+        }
+        for key in ("causal", "use_swa", "sample_from_anchor", "attention_sink_bias"):
+            parts[key] = (bool(inner.get(key)), False)
+        refuse_unknown_parts(folder, "DFlash", parts)
         refuse_other_target(folder, plain, target, ("hidden_size", "vocab_size"))
         # the state after the last layer is here after the final norm, which no such draft reads
         layers, depth = target_layers({}, about), target.num_hidden_layers
@@ -121,25 +131,6 @@ def target_layers(
     if published is None:
         return eagle3.target_layers(target)
     return tuple(i + 1 for i in plain_config(published)["dflash_config"]["target_layer_ids"])
-
-
-def refuse_unknown_parts(folder: Path, plain: Mapping[str, Any]) -> None:
-    """Raise UserError for a DFlash draft with parts that are not computed here."""
-    inner = plain["dflash_config"]
-    parts = {
-        "model_type": (plain.get("model_type"), "qwen3"),
-        "attention_bias": (bool(plain.get("attention_bias")), False),
-        "layer_types": (sorted({*FULL, *(plain.get("layer_types") or ())}), FULL),
-        "mask_embedding.pt": ((folder / "mask_embedding.pt").exists(), False),
-    }
-    for key in ("causal", "use_swa", "sample_from_anchor", "attention_sink_bias"):
-        parts[key] = (bool(inner.get(key)), False)
-    for key, (value, computed) in parts.items():
-        if value != computed:
-            raise UserError(
-                f"{folder} has {key} {value}, but only DFlash with {computed} is computed "
-                "here; measure the draft in vLLM (eval.run --engine vllm)."
-            )
 
 
 def build_dflash(config: Any, rows: int) -> Any:

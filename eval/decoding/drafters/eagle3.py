@@ -30,6 +30,7 @@ from eval.decoding.drafters.compact import (
     read_token_ids,
     refuse_other_embedding,
     refuse_other_target,
+    refuse_unknown_parts,
     weights_of,
 )
 from eval.decoding.drafters.drafter import Session, Text, on_target_ids, timed_choice
@@ -52,9 +53,19 @@ class Eagle3(DraftFormat):
         return int(config.get("draft_vocab_size") or text["vocab_size"])
 
     def check_config(self, folder: Path, target: PreTrainedConfig) -> None:
-        config = read_json(folder / "config.json")
-        refuse_unknown_parts(folder, config)
-        shape = config.get("transformer_layer_config", config)
+        about = read_json(folder / "config.json")
+        shape, eagle = about.get("transformer_layer_config", about), about.get("eagle_config") or {}
+        norm_before_fc = bool(eagle.get("norm_before_fc") or about.get("norm_before_fc"))
+        parts = {
+            "num_hidden_layers": (shape.get("num_hidden_layers", 1), 1),
+            "model_type": (shape.get("model_type", "llama"), "llama"),
+            "attention_bias": (bool(shape.get("attention_bias")), False),
+            "norm_before_fc": (norm_before_fc, False),
+            "fc_norm": (bool(about.get("fc_norm")), False),
+            "norm_output": (bool(about.get("norm_output")), False),
+            "use_aux_hidden_state": (eagle.get("use_aux_hidden_state", True), True),
+        }
+        refuse_unknown_parts(folder, "EAGLE-3", parts)
         refuse_other_target(folder, shape, target, ("hidden_size", "vocab_size"))
 
     def load(self, folder: Path, target: Target) -> Eagle3Drafter:
@@ -103,27 +114,6 @@ def in_own_layout(config: Mapping[str, Any]) -> bool:
     return any("Eagle3" in name for name in config.get("architectures") or ()) and (
         "speculators_model_type" not in config
     )
-
-
-def refuse_unknown_parts(folder: Path, about: Mapping[str, Any]) -> None:
-    """Raise UserError for an EAGLE-3 draft with parts that are not computed here."""
-    shape = about.get("transformer_layer_config", about)
-    eagle = about.get("eagle_config") or {}
-    parts = {
-        "num_hidden_layers": (shape.get("num_hidden_layers", 1), 1),
-        "model_type": (shape.get("model_type", "llama"), "llama"),
-        "attention_bias": (bool(shape.get("attention_bias")), False),
-        "norm_before_fc": (bool(eagle.get("norm_before_fc") or about.get("norm_before_fc")), False),
-        "fc_norm": (bool(about.get("fc_norm")), False),
-        "norm_output": (bool(about.get("norm_output")), False),
-        "use_aux_hidden_state": (eagle.get("use_aux_hidden_state", True), True),
-    }
-    for key, (value, computed) in parts.items():
-        if value != computed:
-            raise UserError(
-                f"{folder} has {key} {value}, but only EAGLE-3 with {computed} is computed here; "
-                "measure the draft in vLLM (eval.run --engine vllm)."
-            )
 
 
 def build_eagle3(config: LlamaConfig, layers: Sequence[int], rows: int) -> LlamaForCausalLM:

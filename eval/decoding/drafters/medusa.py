@@ -22,9 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from align.errors import UserError
 from align.sources import read_json
-from eval.decoding.drafters.compact import check_compact, fill, refuse_other_target, weights_of
+from eval.decoding.drafters.compact import (
+    check_compact,
+    fill,
+    refuse_other_target,
+    refuse_unknown_parts,
+    weights_of,
+)
 from eval.decoding.drafters.drafter import (
     HeadDrafter,
     Proposal,
@@ -93,12 +98,8 @@ class Medusa(DraftFormat):
     def check_config(self, folder: Path, target: PreTrainedConfig) -> None:
         config = read_json(folder / "config.json")
         computed = {"original_lm_head": True, "medusa_fc_bias": True, "num_hidden_layers": 1}
-        for key, value in computed.items():
-            if config.get(key, value) != value:
-                raise UserError(
-                    f"{folder} has {key} {config[key]}, but only Medusa heads with {value} are "
-                    "computed here; measure the draft in vLLM (eval.run --engine vllm)."
-                )
+        parts = {key: (config.get(key, value), value) for key, value in computed.items()}
+        refuse_unknown_parts(folder, "a Medusa draft", parts)
         refuse_other_target(folder, config, target, ("hidden_size", "vocab_size"))
 
     def load(self, folder: Path, target: Target) -> MedusaDrafter:
