@@ -71,17 +71,11 @@ class PromptRun:
         """The number of speculation steps without a last step that the length limit could cut."""
         return len(self.block_tokens) - int(self.last_truncated and bool(self.block_tokens))
 
-    def problem(self, steps_known: bool) -> str | None:
-        """How the log contradicts itself, or None. steps_known: drafted and accepted are set."""
-        calls, first = len(self.block_tokens), self.prefill_tokens
-        if not len(self.block_seconds) == len(self.drafted) == len(self.accepted) == calls:
-            return "block_seconds, block_tokens, drafted and accepted differ in length"
-        if first < 1 or len(self.tokens) != first + sum(self.block_tokens):
-            return f"{len(self.tokens)} tokens, but {first} + {sum(self.block_tokens)} were emitted"
-        if self.prefill_seconds <= 0 or any(seconds <= 0 for seconds in self.block_seconds):
-            return "a time is zero or negative"
-        counts = zip(self.block_tokens, self.drafted, self.accepted, strict=True)
-        for i, (emitted, drafted, accepted) in enumerate(counts if steps_known else ()):
+    def problem(self) -> str | None:
+        """How drafted, accepted and emitted tokens of a step contradict each other, or None."""
+        calls = len(self.block_tokens)
+        steps = zip(self.block_tokens, self.drafted, self.accepted, strict=True)
+        for i, (emitted, drafted, accepted) in enumerate(steps):
             cut = i == calls - 1 and self.last_truncated
             # if a drafted token ends the text, no token of the target follows
             ended = i == calls - 1 and 1 <= emitted == accepted == drafted

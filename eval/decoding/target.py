@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from align.sources import load_model, load_tokenizer, weight_files
 from eval.decoding.build import build_decoder
+from eval.decoding.drafters import LOOKUP_FIRST
 from eval.decoding.forward import Decoder
 
 
@@ -69,7 +70,7 @@ def weights_sha256(path: str) -> str | None:
 
     path: as in a log, with or without `lookup-first:`. None if it names no files on this machine.
     """
-    place = Path(path.removeprefix("lookup-first:"))
+    place = Path(path.removeprefix(LOOKUP_FIRST))
     files = [place] if place.is_file() else weight_files(place)
     lines = []
     for file in files:

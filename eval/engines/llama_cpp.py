@@ -19,7 +19,7 @@ import torch
 from align.errors import UserError
 from align.sources import cache_folder, gguf_kind, load_config, resolve_file
 from align.to_gguf import write_gguf
-from eval.decoding.drafters.lookup import LOOKUP, LOOKUP_FIRST
+from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import SampleMethod

@@ -32,10 +32,9 @@ from align.sources import (
 )
 from align.transplant import resized
 from align.vocabulary import read_vocabulary
-from eval.decoding.drafters import mtp
+from eval.decoding.drafters import LOOKUP, mtp
 from eval.decoding.drafters.dflash import ARCHITECTURE
 from eval.decoding.drafters.formats import published_format
-from eval.decoding.drafters.lookup import LOOKUP
 from eval.decoding.verification import SampleMethod
 from eval.engines.engine_server import Servers
 from eval.engines.process import served_here

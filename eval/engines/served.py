@@ -25,6 +25,7 @@ from align.sources import (
     weight_files,
 )
 from eval.decoding.build import longest_context
+from eval.decoding.drafters import LOOKUP_FIRST
 from eval.decoding.loop import Decoding
 from eval.engines.comparison import (
     WARM_UP,
@@ -44,7 +45,7 @@ from eval.measuring.intervals import Measured, measure, share
 from eval.measuring.journal import Journal
 from eval.measuring.runs import REFERENCE_ONLY, Speculation
 from eval.prompts import PromptSet
-from eval.reporting.fields import NGRAM_FIRST, Report
+from eval.reporting.fields import Report
 
 TEMPLATE = 64  # most tokens of a chat template in a turn
 PATIENCE = 600.0  # most seconds without a byte from a server started here, which may use a CPU
@@ -205,7 +206,7 @@ def _begin(
 
 def _files(spec: str) -> list[Any]:
     """What changes with the weights of a spec: a revision of the Hub; the files of a folder."""
-    path = cached_checkpoint(spec.removeprefix(NGRAM_FIRST))
+    path = cached_checkpoint(spec.removeprefix(LOOKUP_FIRST))
     files = [path] if path.is_file() else weight_files(path)
     facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return [path.name, facts]
@@ -272,7 +273,6 @@ def _counters(outputs: Sequence[Output]) -> tuple[dict[str, Any] | None, str]:
         "acceptance_rate": share(
             "acceptance_rate", [(run.group, c.accepted, c.drafted) for run, c in drafting]
         ),
-        "acceptance_per_position": [count / drafts for count in accepted_at],
         "per_position": [
             share("acceptance", [(run.group, c.accepted_at[i], c.drafts) for run, c in drafting])
             for i in range(len(accepted_at))

@@ -92,18 +92,14 @@ def prompt_table(
 ) -> list[PromptSums]:
     """A draft's rows: the timed prompts, then prompts that have only an acceptance rate.
 
-    steps_known: whether the runs have drafted and accepted tokens. again: as in `DraftLog`. Raises
-    ValueError for a run that contradicts itself, and if the baseline has other prompts.
+    runs, baseline: of the same prompts. steps_known: whether the runs have drafted and accepted
+    tokens. again: as in `DraftLog`. Raises ValueError for steps that contradict themselves.
     """
     alone = {run.prompt_id: run for run in baseline}
-    if sorted(run.prompt_id for run in runs) != sorted(alone):
-        raise ValueError(
-            "the runs and the baseline have different prompts, or a prompt occurs twice"
-        )
     rows: dict[str, dict[str, Any]] = {}
     for run in runs:
         base = alone[run.prompt_id]
-        if problem := run.problem(steps_known) or base.problem(steps_known):
+        if steps_known and (problem := run.problem()):
             raise ValueError(f"the log of prompt {run.prompt_id!r} cannot be used: {problem}")
         row = rows[run.prompt_id] = {
             "id": run.prompt_id,

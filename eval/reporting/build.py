@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
 from eval.decoding.target import weights_sha256
 from eval.measuring import metrics
 from eval.measuring.atlas import build_atlas, telling_prompts
@@ -14,7 +15,7 @@ from eval.measuring.intervals import Both, NothingToMeasure
 from eval.measuring.metrics import PromptSums, measured, prompt_table
 from eval.measuring.runs import DraftLog, RunLog
 from eval.measuring.sampled_check import sampled_check
-from eval.reporting.fields import NGRAM, NGRAM_FIRST, SCHEMA, Report, checked
+from eval.reporting.fields import SCHEMA, Report, checked
 
 # Fields that are copied from the logs
 OF_RUN = (
@@ -85,9 +86,9 @@ def compared(drafts: Sequence[DraftLog]) -> list[tuple[str, str]]:
     draft with n-gram speculation alone. If drafts were measured at several draft lengths, those of
     the same length are compared.
     """
-    models = [draft for draft in drafts if not draft.path.startswith((NGRAM, NGRAM_FIRST))]
+    models = [draft for draft in drafts if not draft.path.startswith((LOOKUP, LOOKUP_FIRST))]
     first = [draft for draft in models if draft.path == models[0].path]
-    ngram = [draft for draft in drafts if draft.path == NGRAM]
+    ngram = [draft for draft in drafts if draft.path == LOOKUP]
     pairs = []
     for contenders, rivals in ((models, first), (drafts, ngram)):
         for draft in contenders if rivals else ():
@@ -178,7 +179,7 @@ def _numbers(
 
 
 def _payoff(log: DraftLog, costs: StepCosts, table: Table) -> Payoff:
-    if log.path.startswith((NGRAM, NGRAM_FIRST)):
+    if log.path.startswith((LOOKUP, LOOKUP_FIRST)):
         raise NothingToMeasure(
             "break-even is not computed for n-gram drafts: their cost per token is not constant"
         )

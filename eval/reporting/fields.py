@@ -13,6 +13,7 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from align.errors import UserError
 from align.sources import abridged
+from eval.decoding.drafters import LOOKUP_FIRST
 from eval.measuring.atlas import Atlas
 from eval.measuring.copy_share import TargetOutputs
 from eval.measuring.cost import Payoff, StepCosts
@@ -39,8 +40,6 @@ from eval.measuring.sampled_check import FALSE_ALARMS, SampledCheck
 
 SCHEMA: Final = "draftsmith-report/1"
 REFERENCE = "torch"  # the reference decoder's engine name
-# Paths of n-gram drafts, repeated from eval/decoding/drafters/lookup.py, which imports torch
-NGRAM, NGRAM_FIRST = "prompt-lookup", "lookup-first:"
 
 
 class ReportError(UserError):
@@ -94,8 +93,7 @@ class Counters(Part):
     num_accepted_tokens: Count
     mean_acceptance_length: Measured
     acceptance_rate: Measured
-    acceptance_per_position: list[float]
-    per_position: list[Share] = Field(default=[], description="the same, with its intervals")
+    per_position: list[Share] = Field(description="share of drafts accepted up to a position")
     by_category: dict[str, Measured] = Field(default={}, description="mean_acceptance_length")
 
 
@@ -179,7 +177,7 @@ class DraftReport(Part):
     @property
     def serves_alone(self) -> bool:
         """Whether vLLM can serve the draft: vLLM does not put n-gram speculation before a model."""
-        return not self.path.startswith(NGRAM_FIRST)
+        return not self.path.startswith(LOOKUP_FIRST)
 
     @model_validator(mode="after")
     def _null_has_a_reason(self) -> Self:

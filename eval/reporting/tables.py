@@ -129,8 +129,8 @@ DRAFTS: Cells = [
     ("accepted/drafted by the server", "counters.acceptance_rate", shown),
     (
         "acceptance by position by the server",
-        "counters.acceptance_per_position",
-        lambda shares: ", ".join(f"{share:.2f}" for share in shares),
+        "counters.per_position",
+        lambda shares: ", ".join(f"{share.mean:.2f}" for share in shares),
     ),
 ]
 CATEGORIES: Cells = [

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from eval.decoding.drafters import LOOKUP
 from eval.measuring.intervals import Measured
 from eval.measuring.output_check import Ledger
-from eval.reporting.fields import NGRAM, REFERENCE, Report
+from eval.reporting.fields import REFERENCE, Report
 
 NAMES = {  # shown names of a training run's drafts, in order
     "untuned": "base draft",
@@ -118,7 +119,7 @@ def recommended(report: Report, load: int = 1) -> str | None:
         and speedups[load].bounds[0] > 1
     }
     best = max(bounds, key=lambda name: bounds[name], default=None)
-    ngram = next((name for name in bounds if report.drafts[name].path == NGRAM), None)
+    ngram = next((name for name in bounds if report.drafts[name].path == LOOKUP), None)
     return best if best is None or _beats(report, best, ngram, load) else ngram
 
 
@@ -151,7 +152,7 @@ def verdict(report: Report) -> str:
         return f"{start}No draft is shown to be faster than the target alone in {engine}."
     draft = report.drafts[name]
     shown = _with_length(report, name)
-    ngram = next((d for d in report.drafts.values() if d.path == NGRAM), None)
+    ngram = next((d for d in report.drafts.values() if d.path == LOOKUP), None)
     alone = f"; n-gram speculation alone {ngram.speedup.mean:.2f}x" if ngram else ""
     if draft is ngram:
         alone = "; no draft is shown to be faster" if len(report.drafts) > 1 else ""
@@ -216,7 +217,7 @@ def _memory(report: Report) -> str:
     names = ["tuned"] if "tuned" in report.drafts else []
     for name in filter(None, [*names, recommended(report), *reversed(report.drafts)]):
         draft = report.drafts[name]
-        if draft.serves_alone and draft.path != NGRAM and (memory := draft.memory):
+        if draft.serves_alone and draft.path != LOOKUP and (memory := draft.memory):
             count = memory.full_form_bytes or memory.draft_bytes
             return (
                 f"{size(count)} to serve {label(name)}, +{count / memory.target_bytes:.0%} of the "

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from eval.reporting.fields import NGRAM, DraftReport, Report
+from eval.decoding.drafters import LOOKUP
+from eval.reporting.fields import DraftReport, Report
 from eval.reporting.verdict import label, times
 
 FEW_DRAFTS = 300
@@ -136,7 +137,7 @@ def _about_draft(draft: DraftReport) -> Iterator[tuple[str, str]]:
 def _about_gains(report: Report) -> Iterator[ReportWarning]:
     for gain in report.gain:
         name, speedup, acceptance = label(gain.draft), gain.speedup.ci95, gain.alpha
-        if report.drafts[gain.over].path == NGRAM:
+        if report.drafts[gain.over].path == LOOKUP:
             # no warning about the base draft, because training was meant to improve it
             if gain.draft != "untuned" and speedup and speedup[0] <= 0:
                 shown = "slower" if speedup[1] < 0 else "not shown to be faster"

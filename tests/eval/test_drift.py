@@ -109,7 +109,7 @@ def test_a_real_server_s_code_is_as_measured_and_its_legal_texts_moved(sample_re
         counts = json.loads(line)["metrics"]["speculative_decoding"]
         drafts, *at = (sum(counts["acceptance_histogram"][i:]) for i in range(4))
         rows.append(Speculation(drafts, counts["num_draft_tokens"], sum(at), at))
-    drafts, drafted, accepted, accepted_at = Speculation.sum(rows)
+    drafts, drafted, accepted, _ = Speculation.sum(rows)
     sample_report.drafts["tuned"].counters = Counters(
         num_drafts=drafts,
         num_draft_tokens=drafted,
@@ -118,7 +118,6 @@ def test_a_real_server_s_code_is_as_measured_and_its_legal_texts_moved(sample_re
             "length", [(row.drafts + row.accepted, row.drafts) for row in rows]
         ),
         acceptance_rate=share("rate", [(None, row.accepted, row.drafted) for row in rows]),
-        acceptance_per_position=[count / drafts for count in accepted_at],
         per_position=[
             share("position", [(None, row.accepted_at[i], row.drafts) for row in rows])
             for i in range(3)

@@ -8,9 +8,10 @@ from typing import Any
 
 from align.errors import UserError
 from align.sources import load_model, read_json, resolve_checkpoint
+from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
 from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.drafters.formats import formats, published_format
-from eval.decoding.drafters.lookup import LOOKUP, LOOKUP_FIRST, lookup_first, prompt_lookup
+from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
 from eval.decoding.drafters.sibling import sibling_drafter
 from eval.decoding.target import Target, tensor_sha256
 

@@ -17,13 +17,12 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
+from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
 from eval.decoding.drafters.drafter import Drafter, Proposal, Session, Text
 from eval.decoding.forward import HiddenStates
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 
-LOOKUP = "prompt-lookup"  # its spec
-LOOKUP_FIRST = "lookup-first:"  # a draft's spec with this prefix has n-gram speculation before it
 LONGEST = 5  # the longest n-gram that is searched; longer ones gain little
 AFTER_ONE = 2  # the most tokens drafted after a match of one token; more cost more than they gain
 SHORTEST_FIRST = 2  # the shortest match that replaces a draft model's proposal

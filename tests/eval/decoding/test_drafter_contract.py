@@ -269,7 +269,7 @@ def test_greedy_outputs_are_the_targets_own(world, made, own, name):
         for length in (1, 3, 8):
             run = decode(world.target.decoder, made(name), PROMPT, ids, GREEDY, length)
             assert run.tokens == tokens
-            assert run.problem(steps_known=True) is None
+            assert run.problem() is None
             assert max(run.drafted) <= length
             drafted, accepted = drafted + sum(run.drafted), accepted + sum(run.accepted)
             if name.startswith("n-gram, then"):
@@ -294,7 +294,7 @@ def test_stops_and_the_length_limit_end_a_text_where_they_end_the_targets(world,
         how = dataclasses.replace(GREEDY, stops=frozenset({stop}))
         run = decode(world.target.decoder, made(name), PROMPT, ids, how, DEPTH)
         assert run.tokens == tokens[: tokens.index(stop) + 1]
-        assert run.problem(steps_known=True) is None
+        assert run.problem() is None
 
 
 SAMPLED = {

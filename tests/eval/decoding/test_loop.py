@@ -41,7 +41,7 @@ def test_a_text_ends_at_a_drafted_token_or_at_the_targets_own(accepted, stop, em
     assert (run.drafted, run.block_tokens) == ([drafted], [len(emitted)])
     assert run.accepted == [min(accepted, drafted)]
     run.block_seconds.append(0.1)
-    assert run.problem(steps_known=True) is None
+    assert run.problem() is None
 
 
 def test_only_a_last_step_that_had_room_for_fewer_is_left_out(target, adversary, drafter):

@@ -86,7 +86,7 @@ def logged(*calls, max_new_tokens, gamma=3):
 def test_blocks_by_hand(last, drafted, accepted):
     """A last block counts, whoever ended the text in it."""
     run = logged(([5, 6, 7], [5, 6, 7, 8]), ([1, 1, 1], [2]), last, max_new_tokens=12)
-    assert run.problem(steps_known=True) is None
+    assert run.problem() is None
     assert run.tokens == [1, 2, 4, 5, 6, 7, 8, 2, 3, 9]
     assert (run.prefill_tokens, run.prefill_seconds) == (3, 1.0)
     assert run.block_seconds == pytest.approx([0.1, 0.2, 0.3])
@@ -109,7 +109,7 @@ def test_blocks_by_hand(last, drafted, accepted):
 )
 def test_a_block_that_the_length_limit_can_cut_does_not_count(last, max_new_tokens, truncated):
     run = logged(([1, 1, 1], [2]), last, max_new_tokens=max_new_tokens)
-    assert run.problem(steps_known=True) is None
+    assert run.problem() is None
     assert run.last_truncated == truncated
     assert run.whole_blocks == (1 if truncated else 2)
 
@@ -130,7 +130,7 @@ def test_lossless_in_fp32(tiny_llama, noise, gamma):
     plain, drafted = (engine.decode(prompt, how).run for engine in engines)
     assert drafted.tokens == plain.tokens
     assert len(plain.tokens) == 30
-    assert plain.problem(steps_known=True) is drafted.problem(steps_known=True) is None
+    assert plain.problem() is drafted.problem() is None
     if noise == 0:  # the target itself: every token is accepted
         assert drafted.drafted[0] == drafted.accepted[0] == gamma
         assert drafted.accepted == drafted.drafted
@@ -143,7 +143,7 @@ def test_lossless_in_fp32(tiny_llama, noise, gamma):
     assert all(output.ended for output in outputs)
     run = outputs[1].run
     assert run.whole_blocks == len(run.block_tokens)
-    assert run.problem(steps_known=True) is None
+    assert run.problem() is None
 
 
 def test_the_target_as_its_own_draft_is_accepted_when_sampled(tiny_llama):

@@ -118,9 +118,6 @@ def test_what_the_prefill_emitted_belongs_to_no_block():
     assert tau([run]).mean == 2.0
     assert metrics.itl_ms([run]).tokens == 6
     assert measured(metrics.TOKENS_PER_S, table([run])).mean == pytest.approx(9 / 8)
-    run.prefill_tokens = 2
-    with pytest.raises(ValueError, match=r"9 tokens, but 2 \+ 6 were emitted"):
-        table([run])
 
 
 def test_unknown_steps_are_neither_checked_nor_measured():
@@ -143,8 +140,6 @@ def test_costs():
     assert metrics.cost_ratio(COSTS) == pytest.approx(0.1)
     assert metrics.verify_ratio(COSTS, 2) == pytest.approx(1.2)
     assert metrics.verify_ratio(COSTS, 2.5) == pytest.approx(1.3)  # between the timed widths
-    with pytest.raises(ValueError, match="timed up to 4 tokens, but 5 are needed"):
-        metrics.verify_ratio(COSTS, 4)
 
 
 def test_what_was_looked_up_takes_no_draft_step():
@@ -311,29 +306,11 @@ def test_nothing_to_measure_is_an_error(call):
         call()
 
 
-@pytest.mark.parametrize(
-    ("runs", "baseline"), [("a", "b"), ("a", "ab"), ("ab", "a"), ("aa", "aa"), ("aa", "a")]
-)
-def test_other_prompts_in_the_baseline_and_double_ones_are_an_error(runs, baseline):
-    with pytest.raises(ValueError, match="different prompts"):
-        prompt_table(list(map(make_run, runs)), list(map(make_baseline, baseline)))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tokens": [1, 2]}, "were emitted"),
-        ({"drafted": [2, 2]}, "differ in length"),
-        ({"accepted": [1, 0, 3]}, "accepted 3 of 2"),
-        ({"accepted": [1, 0, 1]}, "one more is due"),
-        ({"block_seconds": [1.0, -1.0, 1.0]}, "a time is zero or negative"),
-    ],
-)
-def test_a_log_that_contradicts_itself_is_refused(change, message):
+@pytest.mark.parametrize(("accepted", "reason"), [(3, "accepted 3 of 2"), (1, "one more is due")])
+def test_a_log_that_contradicts_itself_is_refused(accepted, reason):
     run = make_run()
-    for name, value in change.items():
-        setattr(run, name, value)
-    with pytest.raises(ValueError, match=message):
+    run.accepted = [1, 0, accepted]
+    with pytest.raises(ValueError, match=reason):
         table([run])
 
 

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.decoding.drafters import lookup
 from eval.measuring.sampled_check import SampledCheck
-from eval.reporting import fields
 from eval.reporting.build import build_report, compared
 from eval.reporting.fields import LoadPoint, ReportError, read_report
 from eval.reporting.files import write_report
@@ -162,10 +160,6 @@ def test_what_was_changed_after_building_is_checked_before_writing(sample_report
     with pytest.raises(ReportError, match=r"drafts.tuned.alpha.mean"):
         write_report(tmp_path, sample_report)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_paths_of_ngram_drafts_are_the_decoders():
-    assert (fields.NGRAM, fields.NGRAM_FIRST) == (lookup.LOOKUP, lookup.LOOKUP_FIRST)
 
 
 def test_reading_a_report_needs_no_torch():
