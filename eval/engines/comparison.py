@@ -228,12 +228,9 @@ class Comparison:
 
     def divergent(self, contender: Contender) -> list[dict[str, Any]]:
         """The fields of a `Divergence` for each greedy output that differs from the baseline's."""
-        unjudged = {"why": f"not explained: {self.baseline.failures.get('prompts', '')}"}
-        return [
-            contender.divergences.get(i, entry | unjudged)
-            for i in self.pairs(contender)
-            if (entry := self._divergence(contender, i))
-        ]
+        why = f"not explained: {self.baseline.failures.get('prompts', '')}"
+        unjudged = {i: entry | {"why": why} for i, entry in self._unjudged(contender).items()}
+        return [entry for _, entry in sorted((contender.divergences | unjudged).items())]
 
     def by_load(self, contender: Contender) -> tuple[list[dict[str, Any]], str]:
         """The `LoadPoint`s of loads whose passes are complete, and why others are not complete."""
@@ -318,22 +315,19 @@ class Comparison:
         return build_report(run, logs)
 
     def _visit(self, contender: Contender, visit: Visit, bar: tqdm) -> None:
-        stage, doing = "prompts", ""
+        stage, doing, count = "prompts", "", len(self.prompts.prompts)
         try:
             with contender.running() as engine:
                 try:
                     for number in visit.prompts:
-                        done = f"{len(contender.outputs)} of {len(self.prompts.prompts)}"
-                        doing = f"after {done} prompts: "
-                        contender.outputs[number] = self._output(contender, engine, number)
-                        self._note(contender, "outputs", number, contender.outputs[number])
+                        doing = f"after {len(contender.outputs)} of {count} prompts: "
+                        output = self._output(contender, engine, number)
+                        self._keep(contender, "outputs", number, output)
                         bar.update()
                     for number in visit.again:
-                        done = f"{len(contender.again)} of {len(self.prompts.prompts)}"
-                        doing = f"started again, after {done} prompts: "
-                        output = engine.decode(self._asked(contender, number), self.decoding)
-                        contender.again[number] = output.run
-                        self._note(contender, "again", number, output.run)
+                        doing = f"started again, after {len(contender.again)} of {count} prompts: "
+                        run = engine.decode(self._asked(contender, number), self.decoding).run
+                        self._keep(contender, "again", number, run)
                         bar.update()
                 finally:
                     if visit.judges:  # after a failure, too, for the outputs decoded before
@@ -346,8 +340,8 @@ class Comparison:
                         first = asked._replace(prompts=asked.prompts[: asked.edge])
                         timed_pass(engine, first, replace(self.decoding, max_new_tokens=WARM_UP))
                         warm.add(asked.load)
-                    contender.passes[number] = timed_pass(engine, asked, self.decoding)
-                    self._note(contender, "passes", number, contender.passes[number][1:])
+                    passed = timed_pass(engine, asked, self.decoding)
+                    self._keep(contender, "passes", number, passed)
                     bar.update()
         except ServerError as error:  # here, because `running` may add to the error
             contender.failures.setdefault(stage, f"{doing}{error}")
@@ -389,17 +383,24 @@ class Comparison:
                 # an output that is only cut short has no second token, so it is a mismatch
                 if position < min(len(plain.run.tokens), len(with_draft.greedy.run.tokens)):
                     entry |= engine.explain(plain, with_draft, position, self.greedy)
-                contender.divergences[i] = entry
-                self._note(contender, "divergences", i, entry)
+                self._keep(contender, "divergences", i, entry)
 
     def _unjudged(self, contender: Contender) -> dict[int, dict[str, Any]]:
         """The fields of a `Divergence` of each output that differs and is not explained yet."""
-        numbers = (i for i in self.pairs(contender) if i not in contender.divergences)
-        return {i: entry for i in numbers if (entry := self._divergence(contender, i))}
+        entries = {}
+        for i in self.pairs(contender):
+            plain, with_draft = (c.outputs[i].greedy.run for c in (self.baseline, contender))
+            differs = plain.tokens != with_draft.tokens and self._comparable(contender, i)
+            if differs and i not in contender.divergences:
+                entries[i] = divergence(plain, with_draft, self.text_of)
+        return entries
 
-    def _note(self, contender: Contender, kind: str, number: int, result: Any) -> None:
+    def _keep(self, contender: Contender, kind: str, number: int, result: Any) -> None:
+        """Keep a result of this kind (a field of the contender), also in the journal."""
+        getattr(contender, kind)[number] = result
         if self.journal:
-            self.journal.add(f"{kind} of {contender.name or 'target'}", [number, result])
+            noted = result[1:] if kind == "passes" else result  # the pass itself is known
+            self.journal.add(f"{kind} of {contender.name or 'target'}", [number, noted])
 
     def _resume(self, contenders: Sequence[Contender]) -> None:
         """Take the results that the journal has."""
@@ -425,13 +426,6 @@ class Comparison:
             return []
         outputs = [o.timed for c in (self.baseline, *self.drafting) for o in c.outputs.values()]
         return [output for output in outputs if output.run.logprob is None]
-
-    def _divergence(self, contender: Contender, number: int) -> dict[str, Any] | None:
-        """The fields of a `Divergence`, not explained yet; None if the outputs are equal."""
-        plain, with_draft = (c.outputs[number].greedy.run for c in (self.baseline, contender))
-        if plain.tokens == with_draft.tokens or not self._comparable(contender, number):
-            return None
-        return divergence(plain, with_draft, self.text_of)
 
 
 def _output_of(
