@@ -101,15 +101,10 @@ class Server:
         path: str,
         body: dict[str, Any] | None,
         about: str,
-        whole: bool,
-        retries: Retry | None = None,
+        retries: Retry,
+        whole: bool = True,
     ) -> Iterator[BaseHTTPResponse]:
-        """The response, to be read in the block. Errors in the block become a ServerError.
-
-        retries: None: those of the server, for a whole response.
-        """
-        if retries is None:
-            retries = self.retries if whole else Server.retries
+        """The response, to be read in the block. Errors in the block become a ServerError."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         if self._key:
@@ -161,12 +156,12 @@ class Server:
         about: text about the request for errors, like " to prompt 3". Raises ServerError after the
         last retry.
         """
-        with self._request(path, body, about, whole=True) as response:
+        with self._request(path, body, about, self.retries) as response:
             return json.loads(response.data)
 
     def stream(self, path: str, body: dict[str, Any], about: str = "") -> Iterator[Any]:
         """Yields the JSON messages of a streamed response when they arrive; without retries."""
-        with self._request(path, body, about, whole=False) as response:
+        with self._request(path, body, about, Server.retries, whole=False) as response:
             unfinished = b""
             while piece := response.read1():
                 *lines, unfinished = (unfinished + piece).split(b"\n")
@@ -176,7 +171,7 @@ class Server:
 
     def text(self, path: str, retries: Retry | None = None) -> str:
         """The text of the response to a GET."""
-        with self._request(path, None, "", True, retries) as response:
+        with self._request(path, None, "", retries or self.retries) as response:
             return response.data.decode("utf-8", "replace")
 
     @cached_property

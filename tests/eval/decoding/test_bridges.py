@@ -13,12 +13,11 @@ from align.vocab_map import Retokenizer, build_map
 from distill.drafters.kind import Draft
 from distill.drafters.pruned import KIND
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters import bridged as bridges
 from eval.decoding.drafters import loading, pruned, sibling
-from eval.decoding.drafters.bridged import MapDrafter
 from eval.decoding.drafters.drafter import Text
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.drafters.pruned import load_compact
+from eval.decoding.drafters.sibling import MapDrafter
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling, warp
@@ -182,15 +181,14 @@ def bonus_unmapped(monkeypatch):
 
 def map_shifted(monkeypatch):
     """Every token of the draft goes to the target's next one, in drafts and in q alike."""
-    build = bridges.build_map
+    build = sibling.build_map
 
     def shifted(*sides):
         found = build(*sides)
         to_target = torch.where(found.to_target < 0, -1, (found.to_target + 1) % 4)
         return dataclasses.replace(found, to_target=to_target, to_draft=found.to_draft.roll(1))
 
-    for module in (bridges, sibling):
-        monkeypatch.setattr(module, "build_map", shifted)
+    monkeypatch.setattr(sibling, "build_map", shifted)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from eval.decoding import forward
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters import causal_lm
 from eval.decoding.drafters import eagle3 as eagle3_module
-from eval.decoding.drafters.bridged import MapDrafter
 from eval.decoding.drafters.causal_lm import CausalLMDrafter, TokenSession
 from eval.decoding.drafters.dflash import FORMAT as DFLASH
 from eval.decoding.drafters.dflash import DFlashDecoder, DFlashSession, build_dflash
@@ -29,6 +28,7 @@ from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
 from eval.decoding.drafters.medusa import MedusaDrafter, MedusaSession
 from eval.decoding.drafters.mtp import FORMAT as MTP
 from eval.decoding.drafters.pard import PardDrafter
+from eval.decoding.drafters.sibling import MapDrafter
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import Target
 from eval.decoding.transformers_forward import TransformersDecoder
