@@ -106,7 +106,6 @@ def test_long_prompts_are_left_out_before_some_are_set_aside(folder, tmp_path, c
         ("--target T --draft D --gamma 0", "should be numbers above 0, as 2,4"),
         ("--target T --draft D --gamma 1,2", "takes one --gamma"),
         ("--target T --draft D --concurrency 1,2", "--concurrency"),
-        ("--target T --draft D --request_rate 0.5", "--request_rate"),
         ("--target T --draft D --request_rate 1,inf", "above 0"),
         ("--target T --draft D --request_rate 2,nan", "above 0"),
         ("--target T --draft D --engine vllm --gamma 2 --goodput ttft:500", "--concurrency"),
@@ -120,10 +119,6 @@ def test_long_prompts_are_left_out_before_some_are_set_aside(folder, tmp_path, c
         ("--target T --draft D --engine llama.cpp", "llama.cpp"),
         (
             "--target T --draft D --engine transformers --gamma 3 --draft_sample_method greedy",
-            "--draft_sample_method",
-        ),
-        (
-            "--target T --draft D --engine llama.cpp --gamma 3 --draft_sample_method greedy",
             "--draft_sample_method",
         ),
         ("--engine vllm --base_url http://x", "--baseline_url"),

@@ -124,15 +124,6 @@ def test_ragged_rows_have_the_logits_of_each_row_alone(model, count, width):
             assert_close(got[i, : len(row) - head], want[i][head:])
 
 
-def test_last_only_is_the_last_position(model):
-    (text,) = drawn(11)
-    for decoder in decoders(model):
-        whole = decoder.forward(torch.tensor([text]), 0, decoder.new_cache(1, CONTEXT))
-        last = decoder.forward(torch.tensor([text]), 0, decoder.new_cache(1, CONTEXT), True)
-        assert last.shape == (1, 1, VOCAB)
-        assert_close(last[:, 0], whole[:, -1])
-
-
 def test_a_shared_embedding_is_used_in_place():
     model = made("llama")
     shared = model.model.embed_tokens.weight.detach().clone()

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from scipy.stats import chi2
 
 from eval.decoding import verification
 from eval.decoding.verification import (
@@ -18,8 +17,6 @@ from eval.decoding.verification import (
     verify_greedy,
     warp,
 )
-
-ROWS = 20_000
 
 
 def conditionals(vocab, depth, seed):
@@ -93,14 +90,6 @@ def test_without_a_draft_the_next_token_is_of_p(monkeypatch):
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
-def test_a_token_the_target_never_says_is_never_accepted(rule):
-    p, q = torch.tensor([[0.0, 1.0], [0.5, 0.5]]), torch.tensor([[1.0, 0.0]])
-    chances, residual = acceptance(p, q, torch.tensor([0]), rule)
-    assert chances.tolist() == [1, 0]
-    assert residual[0].tolist() == [0, 1]
-
-
-@pytest.mark.parametrize("rule", ["block", "token"])
 def test_equal_distributions_accept_everything(rule):
     p = torch.randn(3, 50, generator=torch.Generator().manual_seed(3)).softmax(-1)
     chances, residual = acceptance(p, p[:2], torch.tensor([7, 8]), rule)
@@ -151,16 +140,6 @@ def test_greedy_is_one_hot_and_agreement_counts_equal_choices():
 def test_impossible_sampling_is_refused(bad):
     with pytest.raises(ValueError, match="use"):
         Sampling(**({"temperature": 1.0} | bad))
-
-
-def test_samples_have_the_distribution_and_never_an_impossible_token():
-    p = torch.tensor([0.0, 0.05, 0.0, 0.6, 0.15, 0.2, 0.0])
-    drawn = sample(p.expand(ROWS, -1), torch.Generator().manual_seed(11))
-    counts = torch.bincount(drawn, minlength=len(p))
-    assert counts[p == 0].sum() == 0
-    expected = ROWS * p[p > 0]
-    statistic = float(((counts[p > 0] - expected) ** 2 / expected).sum())
-    assert chi2.sf(statistic, len(expected) - 1) > 1e-4
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53, 1.0])

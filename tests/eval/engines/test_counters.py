@@ -49,41 +49,34 @@ def test_counters_are_read_whatever_their_suffix_and_summed_over_engines():
     assert total(read_series("vllm:num_requests_running 0.0\n")) is None
 
 
-def test_what_came_since():
-    before, now = read_series(page(0, 100, 60, 30)), read_series(page(0, 150, 80, 45))
-    assert total(growth(before, now)) == (50, 100, 35, [20, 15])
-    assert total(growth({}, now)) == (150, 300, 125, [80, 45])
+OLD, NEW = "process_start_time_seconds 1.7e9\n", "process_start_time_seconds 1.8e9\n"
 
 
-def test_a_process_whose_counter_fell_counts_from_nothing():
-    before, now = read_series(page(0, 100, 60, 30)), read_series(page(0, 150, 80, 20))
-    assert total(growth(before, now)) == (150, 300, 100, [80, 20])
-    shorter = read_series(page(0, 150, 80))  # restarted with another draft length
-    assert total(growth(read_series(page(0, 100, 60, 30)), shorter)) == (150, 150, 80, [80])
+@pytest.mark.parametrize(
+    ("before", "now", "counts"),
+    [
+        (page(0, 100, 60, 30), page(0, 150, 80, 45), (50, 100, 35, [20, 15])),
+        ("", page(0, 150, 80, 45), (150, 300, 125, [80, 45])),
+        # a counter fell, or is gone because the draft is shorter: the process was started again
+        (page(0, 100, 60, 30), page(0, 150, 80, 20), (150, 300, 100, [80, 20])),
+        (page(0, 100, 60, 30), page(0, 150, 80), (150, 150, 80, [80])),
+        # idle, wholly or at a position: it was not
+        (page(0, 100, 60, 0), page(0, 150, 80, 0), (50, 100, 20, [20, 0])),
+        (page(0, 100, 60, 0), page(0, 100, 60, 0), (0, 0, 0, [0, 0])),
+        # started again, and has drafted more than before
+        (page(0, 1000, 600) + OLD, page(0, 1500, 700) + NEW, (1500, 1500, 700, [700])),
+        (page(0, 1500, 700) + NEW, page(0, 1600, 720) + NEW, (100, 100, 20, [20])),
+    ],
+)
+def test_counts_between_two_readings(before, now, counts):
+    assert total(growth(read_series(before), read_series(now))) == counts
 
 
-def test_an_idle_process_and_an_idle_position_are_not_taken_for_started_anew():
-    """Else all that was served since the server's start would count as traffic of the last hour."""
-    before, idle = read_series(page(0, 100, 60, 0)), read_series(page(0, 150, 80, 0))
-    assert total(growth(before, idle)) == (50, 100, 20, [20, 0])
-    assert total(growth(before, before)) == (0, 0, 0, [0, 0])
-
-
-def test_a_process_that_started_anew_counts_from_nothing_though_it_has_drafted_more():
-    def of(started, drafts, accepted):
-        return read_series(page(0, drafts, accepted) + f"process_start_time_seconds {started}\n")
-
-    old, new = of(1.7e9, 1000, 600), of(1.8e9, 1500, 700)
-    assert total(growth(old, new)) == (1500, 1500, 700, [700])
-    assert total(growth(new, of(1.8e9, 1600, 720))) == (100, 100, 20, [20])
-    with pytest.raises(CountersError):  # another replica's
+def test_another_replica_is_older():
+    new, old = read_series(page(0, 1500, 700) + NEW), read_series(page(0, 1000, 600) + OLD)
+    with pytest.raises(CountersError):
         growth(new, old)
     assert between(new, old) is None
-
-
-def test_the_page_of_a_real_server():
-    series = read_series((HERE / "vllm-metrics.prom").read_text())
-    assert total(series) == (1510, 4530, 1272, [703, 358, 211])
 
 
 def test_a_counter_that_is_no_number():

@@ -2,8 +2,6 @@
 
 import dataclasses
 import errno
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -121,28 +119,6 @@ def test_of_two_processes_at_one_file_the_first_counts(tmp_path):
     assert one.each("squares", [1, 2], lambda _, row: row, int, None) == [1, 2]
     assert squares(two, [1, 2]) == ([1, 4], [0, 1])
     assert squares(begun(path), [1, 2]) == ([1, 2], [])
-
-
-def test_rows_outlive_a_kill(tmp_path):
-    path = tmp_path / "measured.jsonl"
-    script = f"""
-import os, signal
-from pathlib import Path
-from eval.measuring.journal import Journal
-
-def measure(number, row):
-    if number == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return row * row
-
-with Journal(Path({str(path)!r})) as journal:
-    journal.begin("this")
-    journal.each("squares", [1, 2, 3], measure, int, None)
-"""
-    root = Path(__file__).resolve().parents[3]
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, check=False)
-    assert done.returncode == -9
-    assert squares(begun(path), [1, 2, 3]) == ([1, 4, 9], [2])
 
 
 def test_a_full_disk_is_named_and_loses_no_row(tmp_path, monkeypatch):

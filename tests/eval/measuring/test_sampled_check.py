@@ -52,12 +52,6 @@ def check(target, other, journal):
     return make
 
 
-def test_hundred_lossless_runs_fail_as_rarely_as_stated(check):
-    p_values = np.array([check(seed, 8, 4).p_value for seed in range(100)])
-    assert (p_values < FALSE_ALARMS).sum() <= 3
-    assert 2 <= (p_values < 0.1).sum() <= 19
-
-
 def unverified(logits, tokens, q, sampling, generator, rule):
     return torch.tensor(len(tokens)), choose(logits[-1], sampling, generator)
 

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from eval.decoding.drafters.lookup import lookup_first
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.verification import Sampling
-from eval.measuring import metrics, timing
+from eval.measuring import timing
 from eval.measuring.cost import StepCosts
 from eval.measuring.timing import (
     Contender,
@@ -19,7 +19,7 @@ from eval.measuring.timing import (
     step_costs,
 )
 from eval.prompts import Prompt, PromptSet
-from tests.eval.measuring.made_up import GREEDY, NEVER, PROMPTS, SET, VOCAB, baselines
+from tests.eval.measuring.made_up import GREEDY, NEVER, PROMPTS, SET, VOCAB
 
 
 def test_costs_are_those_of_every_width_after_the_warm_up(target, own, monkeypatch):
@@ -151,20 +151,6 @@ def test_contenders_warm_up_and_take_turns_at_being_first(target, own, journal, 
     assert decoded[:3] == [(0, 8), (1, 8), (2, 8)]
     assert decoded[3:] == [(length, 20) for length in (0, 1, 2, 2, 1, 0, 1, 2, 0)]
     assert [[max(run.drafted) for run in each] for each in runs] == [[0] * 3, [1] * 3, [2] * 3]
-
-
-def test_every_prompt_is_decoded_by_everybody(target, own, other, journal):
-    contenders = [Contender(*way, GREEDY) for way in ((None, 0), (own, 2), (other, 3))]
-    made = decode_in_turns(target, contenders, SET, journal)
-    assert len(made) == 3
-    for runs in made:
-        assert [run.prompt_id for run in runs] == ["p0", "p1", "p2"]
-        assert [run.tokens for run in runs] == [run.tokens for run in baselines(target)]
-        assert all(run.seconds > 0 for run in runs)
-    tables = [metrics.prompt_table(runs, made[0]) for runs in made[1:]]
-    lengths = [metrics.measured(metrics.MEAN_ACCEPTANCE_LENGTH, rows).mean for rows in tables]
-    assert lengths[0] == 3 > lengths[1]
-    assert max(made[2][0].drafted) == 3
 
 
 def test_stock_generate_is_timed_on_the_same_prompts(target, monkeypatch):
