@@ -255,15 +255,12 @@ def _limits(text: str) -> dict[str, float]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(
-            f'{text!r} should be a JSON object, as {{"enable_thinking": false}}'
-        )
-    return value
+    with suppress(json.JSONDecodeError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    raise argparse.ArgumentTypeError(
+        f'{text!r} should be a JSON object, as {{"enable_thinking": false}}'
+    )
 
 
 def _of_run(folder: Path, given: argparse.Namespace) -> dict[str, Any]:

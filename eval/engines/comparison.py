@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
+from pydantic import Field, TypeAdapter
 from tqdm import tqdm
 
 from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
+from eval.engines.divergences import Logprobs
 from eval.engines.load import PASSES, Load, Request, TimedPass, load_point, passes, timed_pass
 from eval.engines.server import ServerError
 from eval.measuring.evaluation import decoding_facts, prompt_facts
@@ -56,7 +58,16 @@ class PromptOutputs(NamedTuple):
 
     timed: Output
     greedy: Output
-    reading: Any
+    reading: Annotated[list[Logprobs] | Any, Field(union_mode="left_to_right")]
+
+
+# The results of a contender as a journal has them, by their field.
+NOTED: dict[str, TypeAdapter[Any]] = {
+    "outputs": TypeAdapter(PromptOutputs),
+    "again": TypeAdapter(PromptRun),
+    "passes": TypeAdapter(tuple[list[Request], Speculation | None]),
+    "divergences": TypeAdapter(dict[str, Any]),
+}
 
 
 class Engine(Protocol):
@@ -406,19 +417,12 @@ class Comparison:
         """Take the results that the journal has."""
         noted = self.journal.results if self.journal else {}
         for contender in contenders:
-            name = contender.name or "target"
-            contender.divergences.update(noted.get(f"divergences of {name}", []))
-            for number, (timed, greedy, reading) in noted.get(f"outputs of {name}", []):
-                if isinstance(reading, list):  # JSON has no numbers as keys
-                    reading = [{int(token): p for token, p in row.items()} for row in reading]
-                outputs = PromptOutputs(_output_of(*timed), _output_of(*greedy), reading)
-                contender.outputs[number] = outputs
-            for number, run in noted.get(f"again of {name}", []):
-                contender.again[number] = PromptRun(**run)
-            for number, (requests, counts) in noted.get(f"passes of {name}", []):
-                runs = [Request(start, PromptRun(**run)) for start, run in requests]
-                counters = counts and Speculation(*counts)
-                contender.passes[number] = TimedPass(self.passes[number], runs, counters)
+            for kind, form in NOTED.items():
+                for number, value in noted.get(f"{kind} of {contender.name or 'target'}", []):
+                    result = form.validate_python(value)
+                    if kind == "passes":
+                        result = TimedPass(self.passes[number], *result)
+                    getattr(contender, kind)[number] = result
 
     def _unread(self) -> list[Output]:
         """The sampled outputs whose log-probabilities are not known yet."""
@@ -426,11 +430,3 @@ class Comparison:
             return []
         outputs = [o.timed for c in (self.baseline, *self.drafting) for o in c.outputs.values()]
         return [output for output in outputs if output.run.logprob is None]
-
-
-def _output_of(
-    run: dict[str, Any], prompt_ids: list[int], ended: bool, counters: Any, text: str
-) -> Output:
-    """An output from a journal."""
-    counts = counters and Speculation(*counters)
-    return Output(PromptRun(**run), prompt_ids, ended, counts, text)
