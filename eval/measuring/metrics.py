@@ -66,7 +66,6 @@ class PromptSums(Part):
     baseline_logprob: float | None = None
     baseline_block_tokens: Count | None = None
     baseline_block_seconds: Quantity | None = None
-    calls: Count | None = Field(default=None, description="target calls of the decode phase")
     blocks: Count | None = Field(default=None, description="whole steps; the next five count these")
     block_tokens: Count | None = None
     block_seconds: Quantity | None = None
@@ -150,7 +149,6 @@ def _steps(run: PromptRun) -> dict[str, Any]:
     drafted = run.drafted[whole]
     accepted = [count for count, length in zip(run.accepted[whole], drafted, strict=True) if length]
     return {
-        "calls": len(run.block_tokens),
         "blocks": run.whole_blocks,
         "block_tokens": sum(run.block_tokens[whole]),
         "block_seconds": sum(run.block_seconds[whole]),
@@ -399,25 +397,19 @@ class Percentiles(Part):
     p99: Quantity | None = Field(None, description="null in reports of earlier versions")
 
     @classmethod
-    def of(cls, seconds: Sequence[float] | Floats, **fields: Any) -> Self:
-        """The percentiles of times in seconds. fields: others of a subclass."""
+    def of(cls, seconds: Sequence[float] | Floats) -> Self:
+        """The percentiles of times in seconds."""
         p50, p95, p99 = (1000 * np.percentile(seconds, [50, 95, 99])).tolist()
-        return cls(p50=p50, p95=p95, p99=p99, **fields)
+        return cls(p50=p50, p95=p95, p99=p99)
 
 
-class Latency(Percentiles):
-    """Inter-token latency of the decode phase."""
-
-    tokens: Count
-
-
-def itl_ms(runs: Sequence[PromptRun]) -> Latency:
-    """Inter-token latency; the time of a speculation step is spread evenly over its tokens."""
+def itl_ms(runs: Sequence[PromptRun]) -> Percentiles:
+    """Time between tokens in the decode phase; that of a step is spread evenly over its tokens."""
     seconds = np.array([s for run in runs for s in run.block_seconds])
     tokens = np.array([k for run in runs for k in run.block_tokens], dtype=np.int64)
     if not tokens.sum():
         raise NothingToMeasure("no token was emitted after the prefill")
-    return Latency.of(np.repeat(seconds / tokens, tokens), tokens=int(tokens.sum()))
+    return Percentiles.of(np.repeat(seconds / tokens, tokens))
 
 
 class OfBoth(Part):

@@ -29,7 +29,6 @@ from eval.measuring.intervals import (
 )
 from eval.measuring.metrics import (
     CategoryNumbers,
-    Latency,
     Memory,
     Percentiles,
     PositionAcceptance,
@@ -73,7 +72,7 @@ class LoadPoint(Part):
         description="seconds per token of a request without a draft / with it, the same requests"
     )
     ttft_ms: Both[Percentiles] | None = None
-    itl_ms: Both[Latency] | None = Field(description="null: no output has a second token")
+    itl_ms: Both[Percentiles] | None = Field(description="null: no output has a second token")
     e2e_ms: Both[Percentiles] | None = Field(None, description="of whole requests")
     goodput: Goodput | None = Field(None, description="null: no limits were given")
     mean_acceptance_length: Measured | None = Field(description="null: the server has no counters")
@@ -148,7 +147,7 @@ class DraftReport(Part):
     )
     tokens_per_s: Both[Measured] = Field(description="emitted tokens / seconds, prefill included")
     ttft_ms: Both[Measured] = Field(description="time to the first token.")
-    itl_ms: Both[Latency] | None = Field(
+    itl_ms: Both[Percentiles] | None = Field(
         description="between tokens; a step's time is spread over its own."
     )
     memory: Memory | None

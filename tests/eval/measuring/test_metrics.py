@@ -116,7 +116,6 @@ def test_what_the_prefill_emitted_belongs_to_no_block():
     run.tokens += [7, 7]
     run.prefill_tokens = 3
     assert tau([run]).mean == 2.0
-    assert metrics.itl_ms([run]).tokens == 6
     assert measured(metrics.TOKENS_PER_S, table([run])).mean == pytest.approx(9 / 8)
 
 
@@ -260,7 +259,6 @@ def test_speed_against_a_plain_loop(seed):
         assert measured(ttft, rows).mean == pytest.approx(1000 * first / len(side))
         itl = metrics.itl_ms(side)
         assert (itl.p50, itl.p95) == pytest.approx(np.percentile(between, [50, 95]))
-        assert itl.tokens == len(between)
         sides.append(seconds / tokens)
     speedup = measured(metrics.SPEEDUP, rows)
     assert speedup.mean == pytest.approx(sides[1] / sides[0])
