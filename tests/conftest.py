@@ -167,21 +167,23 @@ def made_up_agreement(rng, prompt_id, alpha):
 
 def made_up_measurement(name, alpha, prompts=40, **changes):
     rng = random.Random(name)
-    fields = {
-        "name": name,
-        "path": f"outputs/code/{name}",
-        "form": "compact",
-        "vocabulary": {"relation": "identical", "strategy": "none", "coverage": 1.0},
+    log = {
         "agreement": [made_up_agreement(rng, str(i), alpha) for i in range(prompts + 10)],
         "runs": [made_up_run(rng, str(i), alpha, gamma=3) for i in range(prompts)],
         "baseline": [made_up_run(rng, str(i), 0, 0, blocks=30) for i in range(prompts)],
         "costs": StepCosts(1.0, 10.0, {1: 10.0, 2: 10.5, 3: 11.0, 4: 11.0, 5: 12.0}, 60),
+        "missing": {},
+    }
+    about = {
+        "path": f"outputs/code/{name}",
+        "form": "compact",
+        "vocabulary": {"relation": "identical", "strategy": "none", "coverage": 1.0},
         "memory": {
             "target_bytes": 270_000_000,
             "draft_bytes": 27_000_000,
             "kv_bytes_per_token": {"target": 23_040, "draft": 1_536},
+            "full_form_bytes": 85_000_000,
         },
-        "full_form_bytes": 85_000_000,
         "gamma": 3,
         "gamma_policy": "fixed",
         "lossless": {
@@ -193,17 +195,19 @@ def made_up_measurement(name, alpha, prompts=40, **changes):
             ],
         },
     }
-    return DraftLog(**(fields | changes))
+    for field, value in changes.items():
+        (log if field in log else about)[field] = value
+    return DraftLog(name, about, **log)
 
 
 @pytest.fixture(scope="session")
 def run_info():
-    return RunLog(
-        target="org/target-135m",
-        engine="draftsmith",
-        device="2 CPU cores",
-        dtype="bfloat16",
-        decoding={
+    about = {
+        "target": "org/target-135m",
+        "engine": "draftsmith",
+        "device": "2 CPU cores",
+        "dtype": "bfloat16",
+        "decoding": {
             "temperature": 0.0,
             "top_k": 0,
             "top_p": 1.0,
@@ -214,14 +218,14 @@ def run_info():
             "stop_tokens": 2,
             "ended_by_stop": 0.4,
         },
-        prompts={
+        "prompts": {
             "source": "org/prompts",
             "n": 50,
             "sha256": "ab" * 32,
             "overlap_with_training": 0.0,
         },
-        provenance={"command": "accelerate launch distill/train.py --recipe code", "seed": 0},
-        environment={
+        "provenance": {"command": "accelerate launch distill/train.py --recipe code", "seed": 0},
+        "environment": {
             "engine": "draftsmith",
             "engine_version": "1.0",
             "hardware": "AMD EPYC 9B14",
@@ -231,6 +235,9 @@ def run_info():
             "load_average": 0.1,
             "server_arguments": None,
         },
+    }
+    return RunLog(
+        about,
         over_stock_generate={"mean": 1.1, "ci95": [1.05, 1.15], "n": 40},
         answers=made_up_answers(50),
         spell=spell,

@@ -96,10 +96,10 @@ class Contender:
     """The engine alone or with one draft, and its results so far.
 
     running: returns a context in which the engine runs. name: the draft's; "" for the baseline.
-    facts: fields of the DraftLog that are known in advance. outputs, again, divergences: by number
-    of the prompt; `again` has the outputs of a second start, divergences are explained ones.
-    passes: by number of the pass. failures: why the "prompts", or the passes of a load (by its
-    text), ended early; earlier results are kept.
+    facts: fields of the draft's report that are known in advance, and `missing` as in DraftLog.
+    outputs, again, divergences: by number of the prompt; `again` has the outputs of a second start,
+    divergences are explained ones. passes: by number of the pass. failures: why the "prompts", or
+    the passes of a load (by its text), ended early; earlier results are kept.
     """
 
     running: Callable[[], AbstractContextManager[Engine]]
@@ -260,23 +260,24 @@ class Comparison:
         plain, with_draft = (
             [side.outputs[i].timed.run for i in pairs] for side in (self.baseline, contender)
         )
+        lossless = {
+            "prompts": sum(self._comparable(contender, i) for i in pairs),
+            "divergences": self.divergent(contender),
+        }
         starts = self.starts()
         twice = {*pairs} <= self.baseline.again.keys() & contender.again.keys()
         by_load, no_load = self.by_load(contender)
-        missing = contender.facts["missing"] | ({"by_load": no_load} if no_load else {})
+        about = dict(contender.facts)
+        missing = about.pop("missing") | ({"by_load": no_load} if no_load else {})
         missing |= {"sampled_check": self.unread} if self.unread else {}
         if len(pairs) < len(self.prompts.prompts):
             missing |= {"prompts": self.failures(contender)["prompts"]}
         return DraftLog(
-            **contender.facts | {"missing": missing},
             name=contender.name,
+            about=about | {"lossless": lossless, "by_load": by_load},
             runs=with_draft,
             baseline=plain,
-            lossless={
-                "prompts": sum(self._comparable(contender, i) for i in pairs),
-                "divergences": self.divergent(contender),
-            },
-            by_load=by_load,
+            missing=missing,
             again=[(self.baseline.again[i], contender.again[i]) for i in pairs if twice],
             started=starts.behind(2 if twice else 1) if starts else None,
         )
@@ -292,7 +293,7 @@ class Comparison:
         """The report of these logs; provenance.failures names drafts that failed, with the reason.
 
         rule: the engine's verification of sampled tokens. stop_tokens: their number; None: unknown.
-        facts: fields of a RunLog. Raises ServerError if no draft has a log.
+        facts: other fields of the report. Raises ServerError if no draft has a log.
         """
         failures = "; ".join(
             f"{draft.name} {failure}"
@@ -304,24 +305,27 @@ class Comparison:
         used = {run.prompt_id for log in logs for run in log.runs}
         prompts = [prompt for prompt in self.prompts.prompts if prompt.id in used]
         outputs = self.baseline.outputs.values()
+        decoding = decoding_facts(
+            self.decoding,
+            [output.timed.ended for output in outputs],
+            gamma=logs[-1].gamma,
+            gamma_policy=logs[-1].about["gamma_policy"],
+            verification="greedy match" if self.decoding.sampling.greedy else rule,
+            stop_tokens=stop_tokens,
+        )
         run = RunLog(
-            decoding=decoding_facts(
-                self.decoding,
-                [output.timed.ended for output in outputs],
-                gamma=logs[-1].gamma,
-                gamma_policy=logs[-1].gamma_policy,
-                verification="greedy match" if self.decoding.sampling.greedy else rule,
-                stop_tokens=stop_tokens,
-            ),
-            prompts=prompt_facts(replace(self.prompts, prompts=prompts, ids=[])),
-            provenance=provenance | ({"failures": failures} if failures else {}),
+            about={
+                **facts,
+                "decoding": decoding,
+                "prompts": prompt_facts(replace(self.prompts, prompts=prompts, ids=[])),
+                "starts": self.starts(),
+                "provenance": provenance | ({"failures": failures} if failures else {}),
+            },
             answers=[
                 TargetOutput(run.prompt_id, prompt_ids, run.tokens, [], group=run.group)
                 for run, prompt_ids, *_ in (output.greedy for output in outputs)
                 if prompt_ids
             ],
-            starts=self.starts(),
-            **facts,
         )
         return build_report(run, logs)
 

@@ -234,7 +234,7 @@ def _report(comparison: Comparison, provenance: dict[str, Any], rule: str, **fac
             log = comparison.log(draft)
             counters, reason = _counters([draft.outputs[i].timed for i in pairs])
             missing = log.missing | ({"counters": reason} if reason else {})
-            logs.append(replace(log, counters=counters, missing=missing))
+            logs.append(replace(log, about=log.about | {"counters": counters}, missing=missing))
     engine = facts["environment"]["engine"]
     return comparison.report(logs, provenance, rule, None, engine=engine, **facts)
 

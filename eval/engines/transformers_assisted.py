@@ -244,8 +244,8 @@ def _facts(model: Any, draft: Draft, gamma: int) -> dict[str, Any]:
             "target_bytes": model_bytes(model),
             "draft_bytes": model_bytes(draft.model),
             "kv_bytes_per_token": {"target": _kv_bytes(model), "draft": _kv_bytes(draft.model)},
+            "full_form_bytes": model_bytes(draft.model),
         },
-        "full_form_bytes": model_bytes(draft.model),
         "missing": REFERENCE_ONLY,
     }
 

@@ -209,45 +209,47 @@ def evaluate(
         logs.append(
             DraftLog(
                 name=name,
-                path=drafter.path,
-                form=drafter.form,
-                vocabulary=dict(drafter.vocabulary),
-                runs=mine,
-                baseline=baseline,
-                lossless=journal.once(stage, compare),
-                gamma=length,
-                gamma_policy=policy,
-                agreement=[rates[name][number] for number in order],
-                costs=draft_costs,
-                memory={
-                    "target_bytes": target.bytes,
-                    "draft_bytes": drafter.bytes,
-                    "kv_bytes_per_token": {
-                        "target": target.decoder.new_cache(1, 1).bytes_per_token(),
-                        "draft": drafter.kv_bytes_per_token,
+                about={
+                    "path": drafter.path,
+                    "form": drafter.form,
+                    "vocabulary": dict(drafter.vocabulary),
+                    "gamma": length,
+                    "gamma_policy": policy,
+                    "lossless": journal.once(stage, compare),
+                    "memory": {
+                        "target_bytes": target.bytes,
+                        "draft_bytes": drafter.bytes,
+                        "kv_bytes_per_token": {
+                            "target": target.decoder.new_cache(1, 1).bytes_per_token(),
+                            "draft": drafter.kv_bytes_per_token,
+                        },
+                        "full_form_bytes": drafter.full_form_bytes,
                     },
                 },
-                full_form_bytes=drafter.full_form_bytes,
+                runs=mine,
+                baseline=baseline,
+                agreement=[rates[name][number] for number in order],
+                costs=draft_costs,
             )
         )
     on_gpu = target.decoder.device.type == "cuda"
     models: dict[str, Decoder | Drafter] = {"target": target.decoder, **drafters}
+    ended = [run.tokens[-1] in decoding.stops for run in baseline]
     run = RunLog(
-        target=target.spec,
-        engine="torch",
-        device=device_name(target.model),
-        dtype=_dtype(target),
-        decoding=decoding_facts(
-            decoding,
-            [run.tokens[-1] in decoding.stops for run in baseline],
-            gamma=lengths[-1],
-            gamma_policy=policies[-1],
-        ),
-        prompts=prompt_facts(
-            evaluation,
-            chat_template=bool(target.tokenizer.chat_template),
-        ),
-        provenance=provenance | {"resumed": journal.resumed},
+        about={
+            "target": target.spec,
+            "target_quantization": gguf_kind(target.spec),
+            "engine": "torch",
+            "device": device_name(target.model),
+            "dtype": _dtype(target),
+            "decoding": decoding_facts(
+                decoding, ended, gamma=lengths[-1], gamma_policy=policies[-1]
+            ),
+            "prompts": prompt_facts(evaluation, chat_template=bool(target.tokenizer.chat_template)),
+            "environment": machine,
+            "eager": [name for name, model in models.items() if on_gpu and not model.recorded],
+            "provenance": provenance | {"resumed": journal.resumed},
+        },
         over_stock_generate=measure("over_stock_generate", stock, metrics.speedup_of),
         answers=[
             TargetOutput(prompt.id, ids, texts[number], bits[number], prompt.group)
@@ -255,9 +257,6 @@ def evaluate(
         ],
         spell=spell,
         special=special,
-        target_quantization=gguf_kind(target.spec),
-        environment=machine,
-        eager=[name for name, model in models.items() if on_gpu and not model.recorded],
     )
     return run, logs
 
@@ -278,7 +277,7 @@ def _refuse_evaluated(tuning: PromptSet, evaluation: PromptSet, plan: Plan) -> N
 
 
 def decoding_facts(decoding: Decoding, ended: Sequence[bool], **engine: Any) -> dict[str, Any]:
-    """`RunLog.decoding`. ended: whether each output of the baseline ended by a stop token.
+    """The report's `decoding`. ended: whether each output of the baseline ended by a stop token.
 
     engine: fields that depend on the engine, at least gamma and gamma_policy.
     """
@@ -294,7 +293,7 @@ def decoding_facts(decoding: Decoding, ended: Sequence[bool], **engine: Any) -> 
 
 
 def prompt_facts(prompts: PromptSet, **target: Any) -> dict[str, Any]:
-    """`RunLog.prompts`. target: fields that only the reference decoder knows."""
+    """The report's `prompts`. target: fields that only the reference decoder knows."""
     return {
         "source": prompts.source,
         "n": len(prompts.prompts),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from eval.decoding.prompt_run import PromptRun
 from eval.measuring.cost import StepCosts
-from eval.measuring.intervals import StartError, Starts
+from eval.measuring.intervals import StartError
 
 
 class Speculation(NamedTuple):
@@ -79,57 +79,45 @@ REFERENCE_ONLY = {
 class DraftLog:
     """One draft on the prompts of a run; `runs` and `baseline` have the same prompts.
 
-    A field that an engine cannot measure is None; `missing` has the reason by report field.
-    gamma: the draft length chosen for this draft. memory: {target_bytes, draft_bytes,
-    kv_bytes_per_token: {target, draft}} of the checkpoints measured. lossless: fields of a
-    `Ledger`. by_load: from eval/engines/load.py. counters: of a server. again: runs of all
-    prompts by the servers, started again: (without the draft, with it); else empty. started: of
-    these servers, as in `measure`.
+    about: the fields of its report that are not computed from the log. agreement, costs: None if
+    an engine cannot measure them. again: runs of all prompts by the servers, started again:
+    (without the draft, with it); else empty. started: of these servers, as in `measure`. missing:
+    why a field of the report was not measured.
     """
 
     name: str
-    path: str
-    form: str
-    vocabulary: dict[str, Any]
+    about: dict[str, Any]
     runs: list[PromptRun]
     baseline: list[PromptRun]
-    lossless: dict[str, Any]
-    gamma: int | None
-    gamma_policy: str
     agreement: list[Agreement] | None = None
     costs: StepCosts | None = None
-    memory: dict[str, Any] | None = None
-    full_form_bytes: int | None = None
-    by_load: list[dict[str, Any]] = field(default_factory=list)
-    counters: dict[str, Any] | None = None
     again: list[tuple[PromptRun, PromptRun]] = field(default_factory=list)
     started: StartError | None = None
     missing: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def path(self) -> str:
+        """The draft's spec."""
+        return str(self.about["path"])
+
+    @property
+    def gamma(self) -> int | None:
+        """The draft length; None if a server does not report it."""
+        gamma: int | None = self.about["gamma"]
+        return gamma
+
 
 @dataclass(frozen=True)
 class RunLog:
-    """What all drafts of a run have in common. decoding, prompts, environment: as in the report.
+    """What all drafts of a run have in common.
 
-    over_stock_generate: `Measured` tokens/s of the baseline / tokens/s of transformers' `generate`;
-    None outside the reference decoder. spell: returns the bytes of a token id. special: ids of
-    special tokens. target_quantization: type of the target's GGUF file; None for other files.
-    eager: "target" and names of drafts that ran on a GPU without CUDA graphs. starts: None unless
-    servers were started twice.
+    about: the fields of the report that are not computed from logs. over_stock_generate: `Measured`
+    tokens/s of the baseline / tokens/s of transformers' `generate`; None outside the reference
+    decoder. spell: returns the bytes of a token id. special: ids of special tokens.
     """
 
-    target: str
-    engine: str
-    device: str
-    dtype: str
-    decoding: dict[str, Any]
-    prompts: dict[str, Any]
-    provenance: dict[str, Any]
+    about: dict[str, Any]
     over_stock_generate: Any = None
     answers: list[TargetOutput] = field(default_factory=list)
     spell: Callable[[int], bytes] = lambda token: b""
     special: frozenset[int] = frozenset()
-    target_quantization: str | None = None
-    environment: dict[str, Any] | None = None
-    eager: list[str] = field(default_factory=list)
-    starts: Starts | None = None

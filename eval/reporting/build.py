@@ -17,13 +17,6 @@ from eval.measuring.runs import DraftLog, RunLog
 from eval.measuring.sampled_check import sampled_check
 from eval.reporting.fields import SCHEMA, Report, checked
 
-# Fields that are copied from the logs
-OF_RUN = (
-    "target target_quantization engine device dtype decoding prompts environment starts eager "
-    "provenance"
-)
-OF_DRAFT = "path form vocabulary gamma gamma_policy by_load lossless counters"
-
 Table = Sequence[PromptSums]
 
 
@@ -47,7 +40,7 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
     shown = telling_prompts(drafts[-1].agreement or [])
     copied = copy_classes(run.answers)
     fields = {
-        **{field: getattr(run, field) for field in OF_RUN.split()},
+        **run.about,
         "schema": SCHEMA,
         "baseline": {
             "tokens_per_s": measured(
@@ -113,7 +106,7 @@ def _draft_block(
     return {
         **dict.fromkeys(missing),
         **block,
-        **{field: getattr(log, field) for field in OF_DRAFT.split()},
+        **log.about,
         "sha256": weights_sha256(log.path),
         "missing": [{"field": field, "reason": reason} for field, reason in missing.items()],
         "per_prompt": table,
@@ -171,10 +164,8 @@ def _numbers(
             "decode_efficiency": lambda: measured(metrics.decode_efficiency(costs), table),
             "payoff": lambda: _payoff(log, costs, table),
         }
-    if run.decoding["temperature"]:
+    if run.about["decoding"]["temperature"]:
         numbers["sampled_check"] = lambda: sampled_check(table)
-    if (memory := log.memory) is not None:
-        numbers["memory"] = lambda: memory | {"full_form_bytes": log.full_form_bytes}
     return numbers
 
 

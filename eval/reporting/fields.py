@@ -163,7 +163,7 @@ class DraftReport(Part):
         default={}, description="by the length of the prompt"
     )
     atlas: Atlas | None
-    counters: Counters | None = Field(description="of a server")
+    counters: Counters | None = Field(None, description="of a server")
     missing: list[Missing]
     per_prompt: list[PromptSums]
 

@@ -62,7 +62,8 @@ def compared(run_info):
             made_up_measurement(name, 0.5, runs=[*runs(rng, shares, prompts)], **fields)
             for name, shares in (("untuned", alpha), ("tuned", [a + gain for a in alpha]))
         ]
-        return build_report(replace(run_info, engine=engine), drafts)
+        about = run_info.about | {"engine": engine}
+        return build_report(replace(run_info, about=about), drafts)
 
     return report
 

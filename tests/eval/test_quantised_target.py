@@ -61,7 +61,9 @@ def test_a_draft_made_for_one_form_drafts_for_the_other(folder, capsys):
 def test_the_report_names_the_quantisation(folder, run_info, measurement):
     assert gguf_kind(str(folder / "target.gguf")) == "Q4_0"
     drafts = [measurement("tuned", 0.6)]
-    assert build_report(run_info, drafts).target_named == run_info.target
-    report = build_report(replace(run_info, target_quantization="Q4_0"), drafts)
+    target = build_report(run_info, drafts).target_named
+    assert target == run_info.about["target"]
+    about = run_info.about | {"target_quantization": "Q4_0"}
+    report = build_report(replace(run_info, about=about), drafts)
     assert report.target_quantization == "Q4_0"
-    assert f"{run_info.target} (GGUF Q4_0)" in render_markdown(report)
+    assert f"{target} (GGUF Q4_0)" in render_markdown(report)

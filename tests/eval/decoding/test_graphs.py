@@ -258,6 +258,6 @@ def test_a_broken_graph_is_a_mismatch_and_no_near_tie(
     prompts = PromptSet("made up", [Prompt(f"p{i}", prompt="unused") for i in range(4)], ids)
     how = Decoding(Sampling(), target.stops, 12)
     _, (log,) = evaluate(target, {"near": near}, prompts, prompts, how, Plan(3, 3, 4), journal, {})
-    checked = Ledger(**log.lossless)
+    checked = Ledger(**log.about["lossless"])
     assert checked.unexplained == (4 if broken else 0)
     assert not broken or checked.tie_divergences == 0

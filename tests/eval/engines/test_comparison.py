@@ -112,7 +112,7 @@ def test_each_turn_follows_the_servers_own_outputs(fake, order, times):
             messages = [turns[turn] if isinstance(turn, int) else turn for turn in sent]
             assert asked.count(messages) == 2 * times
     assert pairs(comparison) == [[*range(6)]] * 2
-    same, other = (comparison.log(draft).lossless for draft in comparison.drafting)
+    same, other = (comparison.log(draft).about["lossless"] for draft in comparison.drafting)
     assert (same["prompts"], same["divergences"]) == (6, [])
     assert (other["prompts"], len(other["divergences"])) == (2, 2)
 

@@ -14,7 +14,7 @@ def run_of(*answers):
     def spell(token):
         return SPELT[token] if token < len(SPELT) else f" <{token}>".encode()
 
-    return RunLog("", "", "", "", {}, {}, {}, answers=list(answers), spell=spell)
+    return RunLog({}, answers=list(answers), spell=spell)
 
 
 SPELT = [b"x", b" =", b" 1", b"\n", b"y"]

@@ -77,9 +77,8 @@ def test_it_needs_nothing_else(sample_report):
 def test_text_of_the_report_is_escaped(run_info, measurement):
     """Names, tokens in the text, and tokens in tooltips."""
     evil = "\"><script>alert('x')</script>& `a`|b\n\n![c](d)*"
-    info = dataclasses.replace(
-        run_info, target=evil, provenance={"command": evil}, spell=lambda token: evil.encode()
-    )
+    about = run_info.about | {"target": evil, "provenance": {"command": evil}}
+    info = dataclasses.replace(run_info, about=about, spell=lambda token: evil.encode())
     report = build_report(info, [measurement(evil, 0.6)])
     page = render_page(report)
     outline = Outline(page)
@@ -98,10 +97,9 @@ def test_text_of_the_report_is_escaped(run_info, measurement):
 def test_the_output_check_is_green_for_exact_matches_alone(
     run_info, measurement, ties, mismatches, mark
 ):
-    draft = measurement("a", 0.6)
-    entries = [*draft.lossless["divergences"][:ties]]
-    entries += [draft.lossless["divergences"][0] | {"tie": False}] * mismatches
-    draft = dataclasses.replace(draft, lossless={"prompts": 40, "divergences": entries})
+    near = measurement("a", 0.6).about["lossless"]["divergences"]
+    entries = [*near[:ties], *[near[0] | {"tie": False}] * mismatches]
+    draft = measurement("a", 0.6, lossless={"prompts": 40, "divergences": entries})
     page = render_page(build_report(run_info, [draft]))
     assert f'<span class="pill {mark}">' in page
 

@@ -60,7 +60,8 @@ def four_drafts(run_info, measurement):
         measurement("tuned", 0.6, path="outputs/code/draft/compact"),
         measurement("tuned+lookup", 0.75, path="lookup-first:outputs/code/draft/compact"),
     ]
-    return build_report(dataclasses.replace(run_info, engine="torch"), drafts)
+    about = run_info.about | {"engine": "torch"}
+    return build_report(dataclasses.replace(run_info, about=about), drafts)
 
 
 @pytest.fixture
@@ -237,8 +238,8 @@ def test_what_an_engine_could_not_measure_is_null_with_its_reason(run_info, meas
     """As from a server: no distributions, no step times, no drafted tokens."""
     unknown = "tau alpha atlas memory costs c verify_ratio predicted_speedup payoff "
     unknown += "decode_efficiency"
-    log = dataclasses.replace(
-        measurement("served", 0.6),
+    log = measurement(
+        *("served", 0.6),
         agreement=None,
         costs=None,
         memory=None,
