@@ -38,7 +38,6 @@ from eval.measuring.evaluation import Plan, evaluate
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.build import build_report
 from tests.eval.decoding.enumeration import emitted, of_target, played, total_variation
-from tests.eval.decoding.nearest_state import NearestState, StateSession
 from tests.eval.decoding.world import Remembered, make_side
 from tests.mtp import mtp_config, random_head
 
@@ -173,10 +172,6 @@ def mtp(world, family):
     return MTP.drafter(model, None, world.target)
 
 
-def nearest_state(world):
-    return NearestState(vocab_size=world.vocab, vocabulary=VOCABULARY, layers=(1, 2))
-
-
 def first(make):
     return lambda world: lookup_first(make(world), NEVER)
 
@@ -210,7 +205,6 @@ DRAFTERS = {
     "n-gram, then EAGLE-3": (first(eagle3), "some"),
     "n-gram, then Medusa": (first(medusa), "some"),
     "n-gram, then DFlash": (first(dflash), "some"),
-    "nearest state": (nearest_state, "any"),
 }
 
 
@@ -429,7 +423,7 @@ def rolled_back_one_too_little(monkeypatch):
 
 
 def states_off_by_one(monkeypatch):
-    for kind in (Eagle3Session, MedusaSession, DFlashSession, StateSession):
+    for kind in (Eagle3Session, MedusaSession, DFlashSession):
 
         def commit(session, emitted, accepted, states, right=kind.commit):
             right(session, emitted, accepted, {k: v.roll(1, 1) for k, v in states.items()})
@@ -463,7 +457,7 @@ def context_one_too_far(monkeypatch):
     ("mutant", "name"),
     [
         *((rolled_back_one_too_little, name) for name in ("itself", "by map")),
-        *((states_off_by_one, name) for name in ("EAGLE-3", "Medusa", "DFlash", "nearest state")),
+        *((states_off_by_one, name) for name in ("EAGLE-3", "Medusa", "DFlash")),
         *((states_of_other_layers, name) for name in ("EAGLE-3", "DFlash")),
         (context_one_too_far, "DFlash"),
     ],
