@@ -296,9 +296,7 @@ def _of_run(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
                     f"--{option} does nothing to the prompts of {folder}, because they are stored "
                     "with their instruction; give --prompts, or omit the option."
                 )
-        made_by = folder / "provenance.json"
-        if made_by.is_file() and "overlap" in read_json(made_by):
-            defaults["overlap"] = 0  # the run dropped training prompts that overlap
+        defaults["overlap"] = 0  # the run dropped training prompts that overlap
         defaults["prompts"] = str(folder / "prompts" / "eval.jsonl")
     defaults["strategy"] = read_json(folder / "vocab_check.json").get("used", "auto")
     return defaults

@@ -394,7 +394,7 @@ class Percentiles(Part):
 
     p50: Quantity
     p95: Quantity
-    p99: Quantity | None = Field(None, description="null in reports of earlier versions")
+    p99: Quantity
 
     @classmethod
     def of(cls, seconds: Sequence[float] | Floats) -> Self:

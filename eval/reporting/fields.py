@@ -229,7 +229,7 @@ class PromptsUsed(Part):
     source: str
     n: Count
     sha256: str
-    overlap_with_training: float | None
+    overlap_with_training: float | None = Field(description="0: a run drops it; null: not known")
     in_chat_form: float = Field(0, ge=0, le=1, description="share in the chat template")
     chat_template_kwargs: list[dict[str, JsonValue]] = Field([], description="of the messages")
     chat_template: bool | None = Field(None, description="whether the target has one")
@@ -278,7 +278,7 @@ class Report(Part):
     decoding: DecodingSetting
     prompts: PromptsUsed
     answers: TargetOutputs | None = Field(None, description="null: their token ids are not known")
-    environment: Environment | None = None
+    environment: Environment
     starts: Starts | None = Field(
         None, description="null: no server was started twice, so no interval covers starts"
     )

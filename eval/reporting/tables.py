@@ -301,7 +301,7 @@ def _setting(report: Report) -> Table:
     rows: list[tuple[str, Any]] = [
         ("target", report.target_named),
         ("engine, device, dtype", f"{report.engine}, {report.device}, {report.dtype}"),
-        *((key.replace("_", " "), value) for key, value in machine or ()),
+        *((key.replace("_", " "), value) for key, value in machine),
         *((key.replace("_", " "), value) for key, value in report.decoding if "gamma" not in key),
         ("prompts", f"{prompts.source}, {prompts.n}"),
         ("prompts sha256", prompts.sha256),

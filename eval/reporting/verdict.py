@@ -98,8 +98,7 @@ def measured_in(report: Report) -> str:
     """The name of the decoder or engine that was measured, with its version."""
     if report.engine == REFERENCE:
         return "the reference decoder"
-    made_by = report.provenance.get(report.engine)
-    version = report.environment.engine_version if report.environment else made_by
+    version = report.environment.engine_version
     return f"{report.engine} {version}" if version else report.engine
 
 
@@ -247,13 +246,13 @@ def _command(report: Report) -> str:
 def _setting(report: Report) -> str:
     """A line with target, machine, date and number of prompts."""
     machine = report.environment
-    cores = f", {machine.cores} cores" if machine and machine.cores else ""
-    hardware = f"{machine.hardware}{cores}" if machine and machine.hardware else report.device
+    cores = f", {machine.cores} cores" if machine.cores else ""
+    hardware = f"{machine.hardware}{cores}" if machine.hardware else report.device
     target, loads = report.target_named, loads_of(report)
     parts = [
         f"{target.rpartition('/')[2] if target.startswith('pypi:') else target}, {report.dtype}",
         hardware,
-        machine.date[:16].replace("T", " ") + " UTC" if machine else "date not known",
+        machine.date[:16].replace("T", " ") + " UTC",
         f"{', '.join(map(str, loads))} requests at a time" if loads[1:] else "batch 1",
         f"temperature {report.decoding.temperature:g}",
         f"{report.prompts.n} prompts",

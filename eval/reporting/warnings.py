@@ -94,9 +94,6 @@ def _about_prompts(report: Report) -> Iterator[ReportWarning]:
     if prompts.overlap_with_training is None:
         text = "It is not known whether evaluation prompts were also training prompts."
         yield ReportWarning("overlap-unknown", text)
-    elif prompts.overlap_with_training:
-        text = f"Evaluation prompts overlap with training data: {prompts.overlap_with_training:g}."
-        yield ReportWarning("overlap", text)
     if report.answers and report.answers.copy_share.of_answer.mean > COPIED_MUCH:
         yield ReportWarning(
             "self-copies",

@@ -56,8 +56,7 @@ def run(tmp_path, sample_report, measurement):
 def in_vllm(run, sample_report):
     """The folder of an evaluation of the same run in vLLM, at two draft lengths."""
     report = sample_report.model_copy(deep=True)
-    report.engine, report.device, report.provenance = "vllm", "cuda", {"vllm": "0.32.0"}
-    report.environment = None
+    report.engine, report.device, report.environment.engine_version = "vllm", "cuda", "0.32.0"
     tuned = report.drafts["tuned"]
     tuned.sha256 = weights_sha256(str(run / "draft"))
     tuned.alpha, report.gain = None, []

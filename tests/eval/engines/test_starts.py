@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
 from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
@@ -13,6 +14,7 @@ from eval.decoding.verification import Sampling
 from eval.engines.comparison import Comparison, Contender, Output, take_turns, there_and_back
 from eval.engines.served import UNTOLD
 from eval.engines.server import ServerError
+from eval.measuring.environment import environment
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.tables import result_table
 from eval.reporting.verdict import recommended
@@ -70,6 +72,7 @@ def evaluated(rng, deviation, order=there_and_back, broken=None):
     comparison = Comparison(contenders, PROMPTS, GREEDY)
     comparison.run(order)
     of_run = {"target": "T", "engine": "vllm", "device": "cpu", "dtype": ""}
+    of_run["environment"] = environment("vllm", None, torch.device("cpu"))
     logs = [comparison.log(draft) for draft in comparison.drafting]
     return comparison.report(logs, {}, "", None, **of_run)
 

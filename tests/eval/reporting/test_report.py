@@ -48,7 +48,7 @@ CONTRACT = {
     "gain.0": "draft over alpha tau speedup",
 }
 COUNTED = {"identical", "tie_divergences", "unexplained"}  # from the divergences
-OPTIONAL = {"environment", "drafts.tuned.by_category.odd", "overhead", *COUNTED}
+OPTIONAL = {"drafts.tuned.by_category.odd", "overhead", *COUNTED}
 
 
 @pytest.fixture
@@ -414,7 +414,6 @@ def test_too_few_prompts_give_no_verdict(run_info, measurement):
         ("decoding.stop_tokens", 1, 0, "no-stop-token"),
         ("decoding.ended_by_stop", 0.01, 0.0, "none-ended"),
         ("prompts.overlap_with_training", 0.0, None, "overlap-unknown"),
-        ("prompts.overlap_with_training", 0.0, 0.25, "overlap"),
         ("prompts.in_chat_form", 1.0, 0.25, "raw-prompts"),
         ("baseline.over_stock_generate.mean", 0.96, 0.94, "slow-baseline"),
         ("eager", [], ["target"], "no-graphs"),
