@@ -38,9 +38,9 @@ WARM_UP = 16  # tokens of outputs that are not timed
 class Output(NamedTuple):
     """An engine's output for one prompt.
 
-    run: tokens and times; drafted and accepted tokens are 0 for a server. prompt_ids: empty if a
-    server does not return them. ended: whether a stop token ended the output. counters: a server's
-    counts of speculation for this output; None if it has none. text: of a server's output.
+    run: tokens and times; drafted and accepted tokens are 0 for a server. ended: whether a stop
+    token ended the output. counters: a server's counts of speculation for this output; None if it
+    has none. text: of a server's output.
     """
 
     run: PromptRun
@@ -324,7 +324,6 @@ class Comparison:
             answers=[
                 TargetOutput(run.prompt_id, prompt_ids, run.tokens, [], group=run.group)
                 for run, prompt_ids, *_ in (output.greedy for output in outputs)
-                if prompt_ids
             ],
         )
         return build_report(run, logs)

@@ -61,7 +61,7 @@ class VllmServer(EngineServer):
                 f"{self.url} broke off in its output for prompt {prompt.id!r}; read its log."
             )
         sent = sum(map(len, steps))
-        if not sent or sent != usage.get("completion_tokens", sent):
+        if not prompt_ids or not sent or sent != usage.get("completion_tokens", sent):
             raise ServerError(
                 f"{self.url} sent {sent} token ids for prompt {prompt.id!r}, but counted "
                 f"{usage.get('completion_tokens')} tokens; use vLLM 0.14 or later, which supports "
@@ -73,8 +73,6 @@ class VllmServer(EngineServer):
 
     def read(self, greedy: Output) -> list[Logprobs] | str:
         """The log-probabilities of this server for its own output, or why there are none."""
-        if not greedy.prompt_ids:
-            return "the server did not return the prompt's token ids"
         try:
             return self.read_wide(greedy.prompt_ids, greedy.run.tokens)
         except ServerError as failure:

@@ -68,10 +68,8 @@ def copy_classes(answers: Sequence[TargetOutput]) -> dict[str, str]:
     return classes
 
 
-def described(answers: Sequence[TargetOutput]) -> TargetOutputs | None:
-    """The copy share of the outputs; None without outputs."""
-    if not answers:
-        return None
+def described(answers: Sequence[TargetOutput]) -> TargetOutputs:
+    """The copy share of the outputs."""
     flags = [(answer.group, copied(answer.prompt, answer.tokens)) for answer in answers]
 
     def share_of(sources: list[int]) -> Share:

@@ -277,7 +277,7 @@ class Report(Part):
     baseline: Baseline
     decoding: DecodingSetting
     prompts: PromptsUsed
-    answers: TargetOutputs | None = Field(None, description="null: their token ids are not known")
+    answers: TargetOutputs
     environment: Environment
     starts: Starts | None = Field(
         None, description="null: no server was started twice, so no interval covers starts"

@@ -297,7 +297,7 @@ def _held_out(curve: HeldOutCurve) -> Table:
 def _setting(report: Report) -> Table:
     """Models, machine, decoding and prompts."""
     prompts, machine = report.prompts, report.environment
-    copies = report.answers and report.answers.copy_share
+    copies = report.answers.copy_share
     rows: list[tuple[str, Any]] = [
         ("target", report.target_named),
         ("engine, device, dtype", f"{report.engine}, {report.device}, {report.dtype}"),
@@ -308,9 +308,9 @@ def _setting(report: Report) -> Table:
         ("in chat form", f"{prompts.in_chat_form:.0%}"),
         ("chat template kwargs", " or ".join(map(json.dumps, prompts.chat_template_kwargs))),
         ("overlap with training", prompts.overlap_with_training),
-        ("copied share of the outputs", copies and f"{copies.either.mean:.0%}"),
-        ("copied from the prompt", copies and f"{copies.of_prompt.mean:.0%}"),
-        ("copied from the output", copies and f"{copies.of_answer.mean:.0%}"),
+        ("copied share of the outputs", f"{copies.either.mean:.0%}"),
+        ("copied from the prompt", f"{copies.of_prompt.mean:.0%}"),
+        ("copied from the output", f"{copies.of_answer.mean:.0%}"),
     ]
     texts = [
         [row_label, f"{value:.3g}" if isinstance(value, float) else str(value)]

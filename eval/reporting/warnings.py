@@ -94,11 +94,11 @@ def _about_prompts(report: Report) -> Iterator[ReportWarning]:
     if prompts.overlap_with_training is None:
         text = "It is not known whether evaluation prompts were also training prompts."
         yield ReportWarning("overlap-unknown", text)
-    if report.answers and report.answers.copy_share.of_answer.mean > COPIED_MUCH:
+    if (copied := report.answers.copy_share.of_answer.mean) > COPIED_MUCH:
         yield ReportWarning(
             "self-copies",
-            f"{report.answers.copy_share.of_answer.mean:.0%} of the output tokens repeat an "
-            "earlier part of the output, and are easy to draft.",
+            f"{copied:.0%} of the output tokens repeat an earlier part of the output, and are easy "
+            "to draft.",
         )
 
 

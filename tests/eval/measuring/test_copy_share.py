@@ -58,4 +58,3 @@ def test_shares_are_of_all_tokens_and_categories_of_each_answer():
         "fresh": "below 10% copied",
         "some": "10% to 30% copied",
     }
-    assert described([]) is None
