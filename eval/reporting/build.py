@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
@@ -122,6 +123,7 @@ def _numbers(
     and a row in tables.py. shown: ids of the prompts of the heat map. copied: class of the copy
     share by prompt id.
     """
+    by_class = partial(metrics.by_class, table, started=log.started)
     numbers: dict[str, Callable[[], Any]] = {
         "tau": lambda: measured(metrics.MEAN_ACCEPTANCE_LENGTH, table),
         "mean_drafted": lambda: metrics.mean_drafted(table),
@@ -140,15 +142,9 @@ def _numbers(
             baseline=metrics.itl_ms([*log.baseline, *(base for base, _ in log.again)]),
             speculative=metrics.itl_ms([*log.runs, *(run for _, run in log.again)]),
         ),
-        "by_category": lambda: metrics.by_class(
-            table, lambda row: row.category, started=log.started
-        ),
-        "by_copy_share": lambda: metrics.by_class(
-            table, lambda row: copied.get(row.id), COPY_CLASSES, log.started
-        ),
-        "by_context": lambda: metrics.by_class(
-            table, metrics.context_class, metrics.CONTEXTS, log.started
-        ),
+        "by_category": lambda: by_class(lambda row: row.category),
+        "by_copy_share": lambda: by_class(lambda row: copied.get(row.id), COPY_CLASSES),
+        "by_context": lambda: by_class(metrics.context_class, metrics.CONTEXTS),
     }
     if (agreement := log.agreement) is not None:
         numbers |= {
