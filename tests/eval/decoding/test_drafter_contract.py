@@ -199,11 +199,8 @@ DRAFTERS = {
     "MTP, DeepSeek": (lambda world: mtp(world, "deepseek_v3"), "any"),
     "MTP, GLM": (lambda world: mtp(world, "glm4_moe"), "any"),
     "n-gram": (lambda world: prompt_lookup(world.target), "some"),
-    "n-gram, then itself": (first(itself), "some"),
     "n-gram, then by map": (first(by_map), "some"),
-    "n-gram, then PARD": (first(pard), "some"),
     "n-gram, then EAGLE-3": (first(eagle3), "some"),
-    "n-gram, then Medusa": (first(medusa), "some"),
     "n-gram, then DFlash": (first(dflash), "some"),
 }
 
