@@ -78,19 +78,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.run", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--target", help="Hub id, folder, GGUF or pypi: file")
-    add(
-        "--draft",
-        action="append",
-        help="[NAME=]SPEC, repeatable; SPEC prompt-lookup needs no model",
-    )
+    add("--draft", action="append", help="[NAME=]SPEC, repeatable; prompt-lookup needs no model")
     add("--prompts", help="Hub data set, pypi: file or .jsonl")
     add("--instruction", help="user message; {prompt} stands for the prompt")
-    add(
-        "--chat_template_kwargs",
-        type=_object,
-        metavar="JSON",
-        help='arguments of the chat template, as {"enable_thinking": false}',
-    )
+    kwargs = 'of the chat template, as {"enable_thinking": false}'
+    add("--chat_template_kwargs", type=_object, metavar="JSON", help=kwargs)
     add("--max_prompt_length", type=int, help="most tokens of a prompt; default: what fits")
     add("--long_prompts", choices=get_args(LongPrompts), default="error", help="for longer prompts")
     add("--run", type=Path, help="output folder of a training run: the defaults are its settings")
@@ -98,12 +90,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--temperature", type=float, default=0.0)
     add("--top_k", type=int)
     add("--top_p", type=float, default=1.0)
-    add(
-        "--verification",
-        choices=["block", "token"],
-        default="block",
-        help="for sampled tokens: verify a draft as one block, or token by token",
-    )
+    verification = "for sampled tokens: verify a draft as one block, or token by token"
+    add("--verification", choices=["block", "token"], default="block", help=verification)
     add(
         "--draft_sample_method",
         choices=get_args(SampleMethod),
@@ -114,7 +102,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add(
         "--gamma",
         type=partial(_listed, int, "2,4"),
-        default=[],
         metavar="N",
         help="draft length; default: chosen on prompts that are not evaluated; servers take "
         "several, as 2,4; with --base_url: the draft length of the servers",
@@ -122,61 +109,30 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--max_gamma", type=int, default=6, help="longest draft length that is tried")
     add("--max_prompts", type=int, help="most prompts; the seed draws them")
     add("--speed_prompts", type=int, default=40, help="most prompts that are timed")
-    add(
-        "--tuning_prompts", type=int, default=8, help="prompts set aside to choose the draft length"
-    )
+    add("--tuning_prompts", type=int, default=8, help="set aside to choose the draft length")
     add("--engine", choices=["torch", "transformers", *SERVED], default="torch")
-    add(
-        "--base_url",
-        action="append",
-        default=[],
-        metavar="[NAME=]URL",
-        help="a running server with a draft, repeatable; default: servers start here",
-    )
-    add(
-        "--server_args",
-        type=shlex.split,
-        default=[],
-        metavar="ARGS",
-        help='arguments of each server started here, with priority, as "--tensor-parallel-size 2"',
-    )
+    running = "a running server with a draft, repeatable; default: servers start here"
+    add("--base_url", action="append", metavar="[NAME=]URL", help=running)
     add("--baseline_url", help="a running server of the same target without a draft")
-    add(
-        "--concurrency",
-        type=partial(_listed, int, "1,2,4,8"),
-        default=[],
-        metavar="N,N,…",
-        help="servers: also measure with N requests at a time, as 1,4,8,32",
-    )
-    add(
-        "--request_rate",
-        type=partial(_listed, float, "0.5,2,8"),
-        default=[],
-        metavar="N,N,…",
-        help="servers: also measure with N new requests per second, at random times",
-    )
-    add(
-        "--goodput",
-        type=_limits,
-        metavar="NAME:MS,…",
-        help="limits of a good request at these loads, as ttft:500,tpot:50,e2el:3000",
-    )
-    add(
-        "--strategy",
-        default="auto",
-        choices=["auto", *get_args(Strategy)],
-        help="vocabulary mapping (docs/vocabulary.md)",
-    )
+    arguments = 'of each server started here, with priority, as "--tensor-parallel-size 2"'
+    add("--server_args", type=shlex.split, metavar="ARGS", help=arguments)
+    at_a_time = "servers: also measure with N requests at a time, as 1,4,8,32"
+    sizes, rates = partial(_listed, int, "1,2,4,8"), partial(_listed, float, "0.5,2,8")
+    add("--concurrency", type=sizes, metavar="N,N,…", help=at_a_time)
+    at_a_rate = "servers: also measure with N new requests per second, at random times"
+    add("--request_rate", type=rates, metavar="N,N,…", help=at_a_rate)
+    limits = "of a good request at these loads, as ttft:500,tpot:50,e2el:3000"
+    add("--goodput", type=_limits, metavar="NAME:MS,…", help=limits)
+    strategies = ["auto", *get_args(Strategy)]
+    add("--strategy", default="auto", choices=strategies, help="vocabulary mapping")
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    add(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="of both models; auto: the target's layers over all GPUs, the draft on the first",
-    )
+    device = "of both models; auto: the target's layers over all GPUs, the draft on the first"
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help=device)
     add("--seed", type=int, default=42)
     add("--fail_under_alpha", type=float, help="status 1 if the lower bound is below")
     add("--fail_under_speedup", type=float, help="status 1 if the lower bound is below")
-    parser.set_defaults(tuning=None, overlap=None)
+    lists = ("gamma", "base_url", "server_args", "concurrency", "request_rate")
+    parser.set_defaults(**{option: [] for option in lists}, tuning=None, overlap=None)
     args = parser.parse_args(argv)
     if args.run is not None:
         given = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args))))
