@@ -136,12 +136,7 @@ class TransformersDecoder:
 
     recorded = False
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        context_length: int,
-        fp32: bool = False,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, context_length: int, fp32: bool = False) -> None:
         config: Any = model.config.get_text_config()
         refuse_states(config, model._is_stateful)
         refused = f"A {config.model_type} model cannot be decoded here: "

@@ -74,12 +74,7 @@ class Server:
 
     retries = Retry(total=0, raise_on_status=False)
 
-    def __init__(
-        self,
-        url: str,
-        timeout: float = TIMEOUT,
-        model: str | None = None,
-    ) -> None:
+    def __init__(self, url: str, timeout: float = TIMEOUT, model: str | None = None) -> None:
         """timeout: most seconds without a byte. model: its name; None: the first served."""
         parts = check_address(url)
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -97,12 +92,7 @@ class Server:
 
     @contextmanager
     def _request(
-        self,
-        path: str,
-        body: dict[str, Any] | None,
-        about: str,
-        retries: Retry,
-        whole: bool = True,
+        self, path: str, body: dict[str, Any] | None, about: str, retries: Retry, whole: bool = True
     ) -> Iterator[BaseHTTPResponse]:
         """The response, to be read in the block. Errors in the block become a ServerError."""
         data = None if body is None else json.dumps(body).encode()

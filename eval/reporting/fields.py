@@ -17,16 +17,7 @@ from eval.decoding.drafters import LOOKUP_FIRST
 from eval.measuring.atlas import Atlas
 from eval.measuring.copy_share import TargetOutputs
 from eval.measuring.cost import Payoff, StepCosts
-from eval.measuring.intervals import (
-    Both,
-    Count,
-    Measured,
-    Part,
-    Positive,
-    Quantity,
-    Share,
-    Starts,
-)
+from eval.measuring.intervals import Both, Count, Measured, Part, Positive, Quantity, Share, Starts
 from eval.measuring.metrics import (
     CategoryNumbers,
     Memory,

@@ -295,12 +295,7 @@ def test_written_prompts_are_read_back(tmp_path):
 
 def test_the_hash_sees_every_change():
     a, b = Prompt("1", "a"), Prompt("2", "b")
-    others = [
-        [a],
-        [a, Prompt("2", "c")],
-        [a, Prompt("3", "b")],
-        [a, Prompt("2", "b", None, "x")],
-    ]
+    others = [[a], [a, Prompt("2", "c")], [a, Prompt("3", "b")], [a, Prompt("2", "b", None, "x")]]
     hashes = {prompts_sha256(prompts) for prompts in [[a, b], *others]}
     assert len(hashes) == 1 + len(others)
     assert prompts_sha256([a, b]) == prompts_sha256([b, a])

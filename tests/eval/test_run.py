@@ -112,10 +112,7 @@ def test_long_prompts_are_left_out_before_some_are_set_aside(folder, tmp_path, c
         ("--target T --draft D --goodput tftt:500", "ttft"),
         ("--target T --draft D --goodput ttft", "ttft"),
         ("--target T --draft D --engine vllm", "--gamma"),
-        (
-            "--target T --draft D --engine transformers --gamma 3 --strategy padded",
-            "--strategy",
-        ),
+        ("--target T --draft D --engine transformers --gamma 3 --strategy padded", "--strategy"),
         ("--target T --draft D --engine llama.cpp", "llama.cpp"),
         (
             "--target T --draft D --engine transformers --gamma 3 --draft_sample_method greedy",

@@ -28,10 +28,7 @@ SAMPLING = Sampling(temperature=1.3, top_k=3)
 TARGET = {"tokens": ["a", "b", "ab", "ba"], "merges": [["a", "b"], ["b", "a"]]}
 TARGET_ROWS = 6  # two of them padding
 # "aa" is the draft's alone, "ba" the target's
-DRAFT = {
-    "tokens": ["aa", "a", "b", "ab"],
-    "merges": [["a", "a"], ["a", "b"]],
-}
+DRAFT = {"tokens": ["aa", "a", "b", "ab"], "merges": [["a", "a"], ["a", "b"]]}
 # name: relation, strategy, the draft's tokenizer, rows of its head
 BRIDGES = {
     "direct": ("identical", "direct", TARGET, TARGET_ROWS),

@@ -10,13 +10,7 @@ import torch
 
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
-from eval.engines.comparison import (
-    Comparison,
-    Contender,
-    runs_already,
-    take_turns,
-    there_and_back,
-)
+from eval.engines.comparison import Comparison, Contender, runs_already, take_turns, there_and_back
 from eval.engines.divergences import WIDEST_TIE
 from eval.engines.llama_cpp import LlamaServer
 from eval.engines.served import measure_servers

@@ -24,12 +24,7 @@ def test_the_acceptance_length_is_what_a_simulation_gives():
 
 
 @pytest.mark.parametrize(
-    ("c", "alpha", "expected"),
-    [
-        (0.05, 0.9, 4.67),
-        (0.1, 0.7, 1.98),
-        (0.35, 0.9, 1.71),
-    ],
+    ("c", "alpha", "expected"), [(0.05, 0.9, 4.67), (0.1, 0.7, 1.98), (0.35, 0.9, 1.71)]
 )
 def test_best_speedup_with_free_verification(c, alpha, expected):
     accepted = cost.same_at_every_position(alpha, 30)
