@@ -15,17 +15,7 @@ from eval.decoding.transformers_forward import TransformersDecoder, refuse_state
 
 # Families whose layers have only RMSNorm, rotary attention with grouped keys, and a gated MLP.
 # Gemma-2 is not among them, because torch's fused attention cannot cap scores.
-FUSED_FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma3_text",
-    "granite",
-    "olmo2",
-    "phi3",
-    "smollm3",
-)
+FUSED_FAMILIES = "llama mistral qwen2 qwen3 gemma3_text granite olmo2 phi3 smollm3".split()
 # Rotary variants whose angles depend on the position alone: one table serves all texts.
 TABULATED_ROPE = ("default", "linear", "llama3", "yarn")
 
@@ -42,10 +32,7 @@ def longest_context(config: Any) -> int:
     original = rope.get("original_max_position_embeddings") or longest
     if rope.get("rope_type") == "longrope":  # in a longer text, all angles are different
         return min(longest, original)
-    if rope.get("rope_type") in (
-        "yarn",
-        "linear",
-    ):  # the angles are fixed; many configs keep the old length
+    if rope.get("rope_type") in ("yarn", "linear"):  # fixed; many configs keep the old length
         return max(longest, int(original * rope["factor"]))
     return longest
 

@@ -182,14 +182,8 @@ class TransformersDecoder:
         last_only: bool = False,
         states: HiddenStates | None = None,
     ) -> Tensor:
-        output = self.run(
-            self.model,
-            start,
-            cache,
-            input_ids=tokens,
-            logits_to_keep=1 if last_only else 0,
-            output_hidden_states=bool(states),
-        )
+        kept = {"logits_to_keep": int(last_only), "output_hidden_states": bool(states)}
+        output = self.run(self.model, start, cache, input_ids=tokens, **kept)
         for layer in states or ():
             states[layer] = output.hidden_states[layer]  # type: ignore[index]
         return output.logits

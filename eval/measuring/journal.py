@@ -113,19 +113,13 @@ class Journal(AbstractContextManager["Journal"]):
         """
         results = self.results.get(stage, [])
         start = len(results)
-        bar = tqdm(
-            rows[start:],
-            desc=stage,
-            unit=unit or "",
-            initial=start,
-            total=len(rows),
-            disable=unit is None,
-        )
-        for number, row in enumerate(bar, start):
-            if enough(number):
-                bar.close()
-                break
-            results = self.add(stage, measure(number, row))
+        done = {"initial": start, "total": len(rows)}
+        with tqdm(desc=stage, unit=unit or "", disable=unit is None, **done) as bar:
+            for number, row in enumerate(rows[start:], start):
+                if enough(number):
+                    break
+                results = self.add(stage, measure(number, row))
+                bar.update()
         return [read(value) for value in results]
 
     def add(self, stage: str, value: Any) -> list[Any]:

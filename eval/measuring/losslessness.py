@@ -125,13 +125,8 @@ class LosslessCheck:
             if position < min(len(base.tokens), len(run.tokens)):
                 single = self._logits_at(position, ids, base, 0)
                 wide = self._logits_at(position, ids, run, draft_length)
-                entry |= tie(
-                    single,
-                    wide,
-                    base.tokens[position],
-                    run.tokens[position],
-                    self.target.decoder.dtype,
-                )
+                tokens = base.tokens[position], run.tokens[position]
+                entry |= tie(single, wide, *tokens, self.target.decoder.dtype)
             if entry["tie"]:
                 near.append((prompt, ids, entry))
             entries.append(entry)
