@@ -66,13 +66,9 @@ class Acceptance(evaluate.Metric):
                     f"Output {i} has {len(drafted)} predictions for {len(tokens)} tokens; give "
                     "one prediction per token."
                 )
-        table = replayed_table(
-            [
-                [a == b for a, b in zip(*pair, strict=True)]
-                for pair in zip(predictions, references, strict=True)
-            ],
-            gamma,
-        )
+        pairs = zip(predictions, references, strict=True)
+        agreed = [[a == b for a, b in zip(*pair, strict=True)] for pair in pairs]
+        table = replayed_table(agreed, gamma)
         length = measured_or_none(MEAN_ACCEPTANCE_LENGTH, table)
         rate, hidden = measured(ACCEPTANCE_RATE, table), {"over_starts"}  # no server is timed
         return {

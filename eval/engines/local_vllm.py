@@ -256,14 +256,12 @@ def tensor_parallel(gpus: int, target: PreTrainedConfig, drafts: Iterable[Path] 
     abouts = [about.get("transformer_layer_config", about) for about in abouts]  # of speculators
     names = "num_attention_heads", "num_key_value_heads"
     shapes += [(about[names[0]], about.get(names[1])) for about in abouts if names[0] in about]
-    return [
-        parts
-        for parts in range(1, gpus + 1)
-        if all(
-            heads % parts == 0 and ((keys or heads) % parts == 0 or parts % (keys or heads) == 0)
-            for heads, keys in shapes
-        )
-    ]
+
+    def splits(parts: int, heads: int, keys: int) -> bool:
+        return heads % parts == 0 and (keys % parts == 0 or parts % keys == 0)
+
+    counts = [(heads, keys or heads) for heads, keys in shapes]
+    return [n for n in range(1, gpus + 1) if all(splits(n, *heads) for heads in counts)]
 
 
 @contextmanager

@@ -129,16 +129,10 @@ def evaluate(
     middles = [len(ids) + len(text) // 2 for ids, text in zip(drawn.ids, texts, strict=True)]
     context = sum(middles) // len(middles)
     longest = max(plan.max_draft_length, plan.draft_length or 0)
+    timed_steps = target.decoder, [*drafters.values()], context, longest, decoding
     costs: list[StepCosts] = journal.once(
         "step costs",
-        lambda: step_costs(
-            target.decoder,
-            [*drafters.values()],
-            context,
-            longest,
-            decoding,
-            enough=until(COSTS, "", FEWEST_ROUNDS),
-        ),
+        lambda: step_costs(*timed_steps, until(COSTS, "", FEWEST_ROUNDS)),
         lambda each: [StepCosts(**fields) for fields in each],
     )
 

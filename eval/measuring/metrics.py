@@ -182,18 +182,12 @@ def replayed_steps(agreed: Sequence[bool], draft_length: int) -> list[int]:
 
 def replayed_table(outputs: Sequence[Sequence[bool]], draft_length: int) -> list[PromptSums]:
     """The table of simulated greedy decoding. outputs: `agreed` of `replayed_steps`, each."""
-    return [
-        PromptSums(
-            id=str(i),
-            category=None,
-            alpha_sum=sum(agreed),
-            positions=len(agreed),
-            block_tokens=sum(steps),
-            blocks=len(steps),
-        )
-        for i, agreed in enumerate(outputs)
-        for steps in [replayed_steps(agreed, draft_length)]
-    ]
+    rows = []
+    for i, agreed in enumerate(outputs):
+        steps = replayed_steps(agreed, draft_length)
+        counts: dict[str, Any] = {"alpha_sum": sum(agreed), "positions": len(agreed)}
+        rows.append(PromptSums(id=str(i), **counts, block_tokens=sum(steps), blocks=len(steps)))
+    return rows
 
 
 # --- Numbers ---
