@@ -95,53 +95,38 @@ def prompt_table(
     tokens. again: as in `DraftLog`. Raises ValueError for steps that contradict themselves.
     """
     alone = {run.prompt_id: run for run in baseline}
+    pairs = [(alone[run.prompt_id], run) for run in runs]
     rows: dict[str, dict[str, Any]] = {}
-    for run in runs:
-        base = alone[run.prompt_id]
+    for base, run in pairs:
         if steps_known and (problem := run.problem()):
             raise ValueError(f"the log of prompt {run.prompt_id!r} cannot be used: {problem}")
-        row = rows[run.prompt_id] = {
-            "id": run.prompt_id,
-            "category": run.category,
-            "group": run.group,
-            "prompt_tokens": run.prompt_tokens,
-            "outputs": 1,
-            "tokens": len(run.tokens),
-            "seconds": run.seconds,
-            "prefill_seconds": run.prefill_seconds,
-            "baseline_tokens": len(base.tokens),
-            "baseline_seconds": base.seconds,
-            "baseline_prefill_seconds": base.prefill_seconds,
-            "logprob": run.logprob,
-            "baseline_logprob": base.logprob,
-        }
+        row = rows[run.prompt_id] = _about(run) | {"outputs": 0}
+        row |= {"logprob": run.logprob, "baseline_logprob": base.logprob}
         if steps_known:
             row |= _steps(run)
         if steps_known and base.whole_blocks:
             whole = slice(base.whole_blocks)
             row["baseline_block_tokens"] = sum(base.block_tokens[whole])
             row["baseline_block_seconds"] = sum(base.block_seconds[whole])
-    for base, run in again:
+    for base, run in [*pairs, *again]:
         row = rows[run.prompt_id]
         row["outputs"] += 1
-        for start, one in (("baseline_", base), ("", run)):
-            row[f"{start}tokens"] += len(one.tokens)
-            row[f"{start}seconds"] += one.seconds
-            row[f"{start}prefill_seconds"] += one.prefill_seconds
+        for side, one in (("baseline_", base), ("", run)):
+            sums = len(one.tokens), one.seconds, one.prefill_seconds
+            for name, value in zip(("tokens", "seconds", "prefill_seconds"), sums, strict=True):
+                row[side + name] = row.get(side + name, 0) + value
     for agreement in agreements:
-        row = rows.setdefault(
-            agreement.prompt_id,
-            {
-                "id": agreement.prompt_id,
-                "category": agreement.category,
-                "group": agreement.group,
-                "prompt_tokens": agreement.prompt_tokens,
-            },
-        )
+        row = rows.setdefault(agreement.prompt_id, _about(agreement))
         positions = agreement.positions
         # fp32 sums of probabilities may exceed 1 by rounding
         row |= {"alpha_sum": min(agreement.alpha_sum, positions), "positions": positions}
     return [PromptSums(**row) for row in rows.values()]
+
+
+def _about(one: PromptRun | Agreement) -> dict[str, Any]:
+    """The columns that identify a prompt."""
+    about = {name: getattr(one, name) for name in ("category", "group", "prompt_tokens")}
+    return {"id": one.prompt_id, **about}
 
 
 def _steps(run: PromptRun) -> dict[str, Any]:
