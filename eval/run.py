@@ -48,6 +48,7 @@ from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
 from eval.decoding.target import load_target, stop_tokens
 from eval.decoding.verification import SampleMethod, Sampling
+from eval.engines.comparison import Task
 from eval.engines.engine_server import Servers
 from eval.engines.llama_cpp import LlamaServers
 from eval.engines.load import GOODPUT, Load
@@ -347,19 +348,9 @@ def _measure_in_engine(args: argparse.Namespace, journal: Journal) -> Report:
     prompts = evaluation.drawn(args.speed_prompts, args.seed)  # the reference decoder's prompts
     drafts, made_by = _by_name(args.draft), _made_by(args)
     if args.engine in SERVED:
-        return measure_started(
-            SERVED[args.engine],
-            args.target,
-            drafts,
-            args.gamma,
-            prompts,
-            _decoding(args),
-            made_by,
-            args.loads,
-            args.goodput,
-            args.server_args,
-            journal,
-        )
+        task = Task(prompts, _decoding(args), made_by, args.loads, args.goodput, journal)
+        engine, own = SERVED[args.engine], args.server_args
+        return measure_started(engine, args.target, drafts, args.gamma, task, own)
     dtype = getattr(torch, args.dtype)
     model = load_model(args.target, dtype, args.device)
     decoding = _decoding(args, stop_tokens(model, tokenizer))
@@ -369,9 +360,7 @@ def _measure_in_engine(args: argparse.Namespace, journal: Journal) -> Report:
         model,
         loaded,
         args.draft_length,
-        prompts,
-        decoding,
-        made_by,
+        Task(prompts, decoding, made_by),
         lambda ids: str(tokenizer.decode(ids)),
     )
 
@@ -384,16 +373,13 @@ def _measure_servers(args: argparse.Namespace, journal: Journal) -> Report:
         prompts, args.instruction, chat_template=True, template_kwargs=args.chat_template_kwargs
     )
     client = SERVED[args.engine].client
+    asked = PromptSet(args.prompts, prompts, [], args.overlap)
+    task = Task(asked, _decoding(args), _made_by(args), args.loads, args.goodput, journal)
     return measure_servers(
         {name: client(url) for name, url in _by_name(args.base_url, "served").items()},
         client(args.baseline_url),
-        PromptSet(args.prompts, prompts, [], args.overlap),
-        _decoding(args),
-        _made_by(args),
+        task,
         gamma=args.draft_length,
-        loads=args.loads,
-        limits=args.goodput,
-        journal=journal,
     )
 
 

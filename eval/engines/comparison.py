@@ -131,6 +131,21 @@ class Visit(NamedTuple):
     again: Sequence[int] = ()
 
 
+@dataclass(frozen=True)
+class Task:
+    """What engines are asked. limits: of the goodput, as in `load_point`.
+
+    provenance: of the report. journal: has the results so far; None: no results are kept.
+    """
+
+    prompts: PromptSet
+    decoding: Decoding
+    provenance: dict[str, Any] = field(default_factory=dict)
+    loads: Sequence[Load] = ()
+    limits: dict[str, float] | None = None
+    journal: Journal | None = None
+
+
 # numbers of the prompts of each conversation
 Conversations = Sequence[Sequence[int]]
 
@@ -161,26 +176,23 @@ class Comparison:
     def __init__(
         self,
         contenders: Sequence[Contender],
-        prompts: PromptSet,
-        decoding: Decoding,
-        loads: Sequence[Load] = (),
-        limits: dict[str, float] | None = None,
+        task: Task,
         text_of: Callable[[list[int]], str] = lambda ids: f"token {ids[0]}" if ids else "end",
-        journal: Journal | None = None,
     ) -> None:
-        """contenders: the baseline first. limits: of the goodput, as in `load_point`. text_of: the
-        text of one token id, or of no id if an output ends. journal: has the results so far.
+        """contenders: the baseline first. text_of: the text of one token id, or of no id if an
+        output ends.
         """
         self.baseline, *self.drafting = contenders
-        self.decoding, self.loads, self.limits = decoding, loads, limits
-        conversations = [turns_of(prompt) for prompt in prompts.prompts]
-        self.prompts = replace(prompts, prompts=[turn for turns in conversations for turn in turns])
+        self.task, self.text_of = task, text_of
+        conversations = [turns_of(prompt) for prompt in task.prompts.prompts]
+        every = [turn for turns in conversations for turn in turns]
+        self.prompts = replace(task.prompts, prompts=every)
         ends = [0, *accumulate(map(len, conversations))]
         self.conversations = [range(start, end) for start, end in pairwise(ends)]
-        self.greedy = replace(decoding, sampling=Sampling())
-        self.text_of, self.journal = text_of, journal
-        first_turns = [turns[0] for turns in conversations]
-        self.passes = [p for load in loads for p in passes(load, first_turns, decoding.seed)]
+        self.decoding = task.decoding
+        self.greedy = replace(task.decoding, sampling=Sampling())
+        first_turns, seed = [turns[0] for turns in conversations], task.decoding.seed
+        self.passes = [p for load in task.loads for p in passes(load, first_turns, seed)]
         self.unread = ""  # why the sampled outputs were not read
 
     def run(self, order: Callable[[int, Conversations, int], Iterator[Visit]]) -> None:
@@ -246,12 +258,12 @@ class Comparison:
     def by_load(self, contender: Contender) -> tuple[list[dict[str, Any]], str]:
         """The `LoadPoint`s of loads whose passes are complete, and why others are not complete."""
         points, starts = [], self.starts()
-        for load in self.loads:
+        for load in self.task.loads:
             numbers = [i for i, asked in enumerate(self.passes) if asked.load == load]
             if self.baseline.passes.keys() & contender.passes.keys() >= set(numbers):
                 pairs = [(self.baseline.passes[i], contender.passes[i]) for i in numbers]
                 started = starts.behind(PASSES) if starts else None  # each start does one pass
-                points.append(load_point(pairs, self.limits, started))
+                points.append(load_point(pairs, self.task.limits, started))
         return points, "; ".join(self.failures(contender).values())
 
     def log(self, contender: Contender) -> DraftLog:
@@ -285,7 +297,6 @@ class Comparison:
     def report(
         self,
         logs: Sequence[DraftLog],
-        provenance: dict[str, Any],
         rule: str,
         stop_tokens: int | None,
         **facts: Any,
@@ -319,7 +330,7 @@ class Comparison:
                 "decoding": decoding,
                 "prompts": prompt_facts(replace(self.prompts, prompts=prompts, ids=[])),
                 "starts": self.starts(),
-                "provenance": provenance | ({"failures": failures} if failures else {}),
+                "provenance": self.task.provenance | ({"failures": failures} if failures else {}),
             },
             answers=[
                 TargetOutput(run.prompt_id, prompt_ids, run.tokens, [], group=run.group)
@@ -412,13 +423,13 @@ class Comparison:
     def _keep(self, contender: Contender, kind: str, number: int, result: Any) -> None:
         """Keep a result of this kind (a field of the contender), also in the journal."""
         getattr(contender, kind)[number] = result
-        if self.journal:
+        if self.task.journal:
             noted = result[1:] if kind == "passes" else result  # the pass itself is known
-            self.journal.add(f"{kind} of {contender.name or 'target'}", [number, noted])
+            self.task.journal.add(f"{kind} of {contender.name or 'target'}", [number, noted])
 
     def _resume(self, contenders: Sequence[Contender]) -> None:
         """Take the results that the journal has."""
-        noted = self.journal.results if self.journal else {}
+        noted = self.task.journal.results if self.task.journal else {}
         for contender in contenders:
             for kind, form in NOTED.items():
                 for number, value in noted.get(f"{kind} of {contender.name or 'target'}", []):

@@ -26,25 +26,22 @@ from align.sources import (
 )
 from eval.decoding.build import longest_context
 from eval.decoding.drafters import LOOKUP_FIRST
-from eval.decoding.loop import Decoding
 from eval.engines.comparison import (
     WARM_UP,
     Comparison,
     Contender,
     Output,
+    Task,
     runs_already,
     take_turns,
     there_and_back,
 )
 from eval.engines.engine_server import EngineServer, Servers
-from eval.engines.load import Load
 from eval.engines.server import PATIENT, ServerError
 from eval.measuring.environment import environment
 from eval.measuring.evaluation import context_length
 from eval.measuring.intervals import Measured, measure, share
-from eval.measuring.journal import Journal
 from eval.measuring.runs import REFERENCE_ONLY, Speculation
-from eval.prompts import PromptSet
 from eval.reporting.fields import Report
 
 TEMPLATE = 64  # most tokens of a chat template in a turn
@@ -61,18 +58,13 @@ UNTOLD = {
 def measure_servers(
     drafts: Mapping[str, EngineServer],
     baseline: EngineServer,
-    prompts: PromptSet,
-    decoding: Decoding,
-    provenance: dict[str, Any],
+    task: Task,
     gamma: int | None = None,
-    loads: Sequence[Load] = (),
-    limits: dict[str, float] | None = None,
-    journal: Journal | None = None,
 ) -> Report:
     """The report of running servers, by the name of the draft, compared with a plain server.
 
-    gamma: the servers' draft length. limits: of the goodput. Raises ServerError if nothing can be
-    measured: a server does not answer, serves another target, or is the baseline and speculates.
+    gamma: the servers' draft length. Raises ServerError if nothing can be measured: a server does
+    not answer, serves another target, or is the baseline and speculates.
     """
     for server in drafts.values():
         if server.model != baseline.model:
@@ -80,8 +72,8 @@ def measure_servers(
                 f"{server.url} serves {server.model!r}, but {baseline.url} serves "
                 f"{baseline.model!r}; serve one target under one name (--served-model-name)."
             )
-        _warm_up(server, prompts, decoding)
-    if (counters := _warm_up(baseline, prompts, decoding)) and counters.drafts:
+        _warm_up(server, task)
+    if (counters := _warm_up(baseline, task)) and counters.drafts:
         raise ServerError(
             f"{baseline.url} is the baseline, but it speculates; start it without speculation, or "
             f"swap --base_url and --baseline_url."
@@ -97,12 +89,11 @@ def measure_servers(
     for server in servers:
         server.retries = PATIENT
     identity = [(server.address, server.model, server.version) for server in servers]
-    _begin(journal, [identity, gamma], prompts, decoding, loads)
-    comparison = Comparison(contenders, prompts, decoding, loads, limits, journal=journal)
+    _begin(task, [identity, gamma])
+    comparison = Comparison(contenders, task)
     comparison.run(take_turns)
     return _report(
         comparison,
-        provenance,
         "the server's own rule",  # a running server does not report it
         target=baseline.model,
         device=baseline.host,
@@ -116,20 +107,16 @@ def measure_started(
     target: str,
     drafts: Mapping[str, str],
     gammas: Sequence[int],
-    prompts: PromptSet,
-    decoding: Decoding,
-    provenance: dict[str, Any],
-    loads: Sequence[Load] = (),
-    limits: dict[str, float] | None = None,
+    task: Task,
     arguments: Sequence[str] = (),
-    journal: Journal | None = None,
 ) -> Report:
     """The report of drafts, by name; a server is started for each draft and the baseline.
 
     gammas: draft lengths; if there are several, the names of drafts in the report have them.
-    limits: of the goodput. arguments: of each server, with priority over ours. Raises UserError if
-    the engine is missing, and ServerError if nothing can be measured.
+    arguments: of each server, with priority over ours. Raises UserError if the engine is missing,
+    and ServerError if nothing can be measured.
     """
+    prompts, decoding = task.prompts, task.decoding
     config = load_config(str(resolve_checkpoint(target, quantised=True)))
     positions = context_length(prompts.ids, decoding.max_new_tokens, max(gammas))
     # a later turn has no more tokens than characters, besides those of the template
@@ -138,7 +125,7 @@ def measure_started(
         for prompt in prompts.prompts
     )
     positions = min(positions, longest_context(config.get_text_config()))
-    slots = max([1, *(load.concurrency or SLOTS for load in loads)])
+    slots = max([1, *(load.concurrency or SLOTS for load in task.loads)])
     with tempfile.TemporaryDirectory() as scratch:
         servers = engine(target, drafts.values(), Path(scratch), positions, slots, arguments)
         if servers.unreadable.keys() >= {*drafts.values()}:
@@ -153,7 +140,7 @@ def measure_started(
             with servers.serve(draft, gamma, method) as url:
                 server = servers.client(url, PATIENCE)
                 machine["engine_version"] = server.version
-                _warm_up(server, prompts, decoding)
+                _warm_up(server, task)
                 yield server
 
         wanted = [
@@ -171,12 +158,11 @@ def measure_started(
         specs = [target, *drafts.values()]
         identity = [servers.installed, [*arguments], drafts, gammas, [*map(_files, specs)]]
         # In journals without the order, a server's first outputs are of two starts.
-        _begin(journal, [target, *identity, "there and back"], prompts, decoding, loads)
-        comparison = Comparison(contenders, prompts, decoding, loads, limits, journal=journal)
+        _begin(task, [target, *identity, "there and back"])
+        comparison = Comparison(contenders, task)
         comparison.run(there_and_back)
     return _report(
         comparison,
-        provenance,
         servers.rule,
         target=target,
         target_quantization=gguf_kind(target),
@@ -186,22 +172,18 @@ def measure_started(
     )
 
 
-def _warm_up(server: EngineServer, prompts: PromptSet, decoding: Decoding) -> Speculation | None:
+def _warm_up(server: EngineServer, task: Task) -> Speculation | None:
     """Send a first, short request; the server's counts for it."""
-    return server.decode(prompts.prompts[0], replace(decoding, max_new_tokens=WARM_UP)).counters
+    short = replace(task.decoding, max_new_tokens=WARM_UP)
+    return server.decode(task.prompts.prompts[0], short).counters
 
 
-def _begin(
-    journal: Journal | None,
-    servers: list[Any],
-    prompts: PromptSet,
-    decoding: Decoding,
-    loads: Sequence[Load],
-) -> None:
+def _begin(task: Task, servers: list[Any]) -> None:
     """Read the journal's results if they are of these servers, prompts and settings."""
-    if journal:
-        settings = asdict(decoding) | {"stops": sorted(decoding.stops)}
-        journal.begin(servers, [asdict(prompt) for prompt in prompts.prompts], settings, loads)
+    if task.journal:
+        settings = asdict(task.decoding) | {"stops": sorted(task.decoding.stops)}
+        prompts = [asdict(prompt) for prompt in task.prompts.prompts]
+        task.journal.begin(servers, prompts, settings, task.loads)
 
 
 def _files(spec: str) -> list[Any]:
@@ -223,7 +205,7 @@ def _facts(path: str, gamma: int | None) -> dict[str, Any]:
     }
 
 
-def _report(comparison: Comparison, provenance: dict[str, Any], rule: str, **facts: Any) -> Report:
+def _report(comparison: Comparison, rule: str, **facts: Any) -> Report:
     """The report of the drafts that decoded prompts, with their servers' counters.
 
     rule: of the servers, as in `Comparison.report`.
@@ -236,7 +218,7 @@ def _report(comparison: Comparison, provenance: dict[str, Any], rule: str, **fac
             missing = log.missing | ({"counters": reason} if reason else {})
             logs.append(replace(log, about=log.about | {"counters": counters}, missing=missing))
     engine = facts["environment"]["engine"]
-    return comparison.report(logs, provenance, rule, None, engine=engine, **facts)
+    return comparison.report(logs, rule, None, engine=engine, **facts)
 
 
 def _counters(outputs: Sequence[Output]) -> tuple[dict[str, Any] | None, str]:

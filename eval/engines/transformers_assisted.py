@@ -35,6 +35,7 @@ from eval.engines.comparison import (
     Contender,
     Output,
     PromptOutputs,
+    Task,
     runs_already,
     take_turns,
 )
@@ -42,7 +43,7 @@ from eval.measuring.environment import environment
 from eval.measuring.evaluation import device_name
 from eval.measuring.losslessness import DIVERGES_IN_FP32, tie
 from eval.measuring.runs import REFERENCE_ONLY
-from eval.prompts import Prompt, PromptSet
+from eval.prompts import Prompt
 from eval.reporting.fields import Report
 
 GAMMA_POLICY = "fixed; a drafted end of text ends a draft"
@@ -198,9 +199,7 @@ def measure_assisted(
     model: Any,
     drafts: Mapping[str, Draft],
     gamma: int,
-    prompts: PromptSet,
-    decoding: Decoding,
-    provenance: dict[str, Any],
+    task: Task,
     text_of: Callable[[list[int]], str],
 ) -> Report:
     """The report of every draft, compared with the target alone in transformers.
@@ -208,23 +207,24 @@ def measure_assisted(
     model: of the target. text_of: returns the text of token ids.
     """
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    task = replace(task, provenance=task.provenance | versions)
     version, gpus = transformers.__version__, device_count(model)
     machine = environment("transformers", version, model.device, gpus)
-    ids = dict(zip((prompt.id for prompt in prompts.prompts), prompts.ids, strict=True))
+    prompts = task.prompts.prompts
+    ids = dict(zip((prompt.id for prompt in prompts), task.prompts.ids, strict=True))
     engines = {"": Assisted(model, ids)}
     engines |= {name: Assisted(model, ids, draft.model, gamma) for name, draft in drafts.items()}
     contenders = []
     for name, engine in engines.items():
-        engine.decode(prompts.prompts[0], decoding)  # warm-up, not counted
+        engine.decode(prompts[0], task.decoding)  # warm-up, not counted
         facts = _facts(model, drafts[name], gamma) if name else {}
         contenders.append(Contender(runs_already(engine), name, facts))
-    comparison = Comparison(contenders, prompts, decoding, text_of=text_of)
+    comparison = Comparison(contenders, task, text_of)
     comparison.run(take_turns)
     return comparison.report(
         [comparison.log(draft) for draft in comparison.drafting],
-        provenance | versions,
         "rejection sampling",
-        len(decoding.stops),
+        len(task.decoding.stops),
         target=target,
         engine="transformers",
         device=device_name(model),

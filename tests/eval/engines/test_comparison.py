@@ -12,6 +12,7 @@ from eval.engines.comparison import (
     WARM_UP,
     Comparison,
     Contender,
+    Task,
     runs_already,
     take_turns,
     there_and_back,
@@ -60,9 +61,7 @@ def compared(servers, order=take_turns, loads=(), running=None):
     running = running or [runs_already(client) for client in clients]
     comparison = Comparison(
         [Contender(context, str(i)) for i, context in enumerate(running)],
-        PROMPTS,
-        GREEDY,
-        [Load(n) for n in loads],
+        Task(PROMPTS, GREEDY, loads=[Load(n) for n in loads]),
     )
     comparison.run(order)
     return comparison
@@ -103,7 +102,7 @@ def test_each_turn_follows_the_servers_own_outputs(fake, order, times):
         Contender(runs_already(VllmServer(server.url, 5.0)), str(i), facts | {"missing": {}})
         for i, server in enumerate(servers)
     ]
-    comparison = Comparison(contenders, PromptSet("made up", prompts, []), GREEDY)
+    comparison = Comparison(contenders, Task(PromptSet("made up", prompts, []), GREEDY))
     comparison.run(order)
     for server in servers:
         words = {"role": "assistant", "content": "".join(map(chr, server.model.text[:20]))}

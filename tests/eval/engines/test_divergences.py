@@ -10,7 +10,14 @@ import torch
 
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
-from eval.engines.comparison import Comparison, Contender, runs_already, take_turns, there_and_back
+from eval.engines.comparison import (
+    Comparison,
+    Contender,
+    Task,
+    runs_already,
+    take_turns,
+    there_and_back,
+)
 from eval.engines.divergences import WIDEST_TIE
 from eval.engines.llama_cpp import LlamaServer
 from eval.engines.served import measure_servers
@@ -22,6 +29,10 @@ from tests.fake_vllm import Constant
 VOCAB = 128  # with the bytes that prompts are made of
 LENGTH = 20
 PROMPTS = [Prompt(f"p{i}", prompt=f"prompt {i}") for i in range(6)]
+
+
+def decoding(temperature=0.0):
+    return Decoding(Sampling(temperature), frozenset(), LENGTH)
 
 
 def rng(*of):
@@ -91,9 +102,7 @@ def texts(fake, request):
         report = measure_servers(
             {"served": client(fake(3, Served("blocks of 3", model, **drafting)).url, 5.0)},
             client(fake(1, Served("blocks of 1", model, **plain or {})).url, 5.0),
-            PromptSet("made up", prompts, []),
-            Decoding(Sampling(temperature), frozenset(), LENGTH),
-            {"command": "test"},
+            Task(PromptSet("made up", prompts, []), decoding(temperature)),
         )
         return report.drafts["served"].lossless, report
 
@@ -103,8 +112,7 @@ def texts(fake, request):
 def compared(servers, order):
     """The comparison of a server without a draft and one with it, and its divergences."""
     contenders = [Contender(runs_already(VllmServer(s.url, 5.0))) for s in servers]
-    prompts = PromptSet("made up", PROMPTS, [])
-    comparison = Comparison(contenders, prompts, Decoding(Sampling(), frozenset(), LENGTH))
+    comparison = Comparison(contenders, Task(PromptSet("made up", PROMPTS, []), decoding()))
     comparison.run(order)
     return comparison, comparison.divergent(contenders[1])
 

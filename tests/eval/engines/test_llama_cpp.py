@@ -7,6 +7,7 @@ from align.machine import cores
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
 from eval.engines import llama_cpp
+from eval.engines.comparison import Task
 from eval.engines.llama_cpp import PROGRAM, LlamaServer, LlamaServers, drafting, llama_server
 from eval.engines.served import measure_servers, measure_started
 from eval.engines.server import ServerError
@@ -27,9 +28,7 @@ def test_a_report_of_two_servers(fake):
     report = measure_servers(
         {"served": LlamaServer(with_draft.url)},
         LlamaServer(plain.url),
-        PromptSet("made up", PROMPTS, []),
-        GREEDY,
-        {},
+        Task(PromptSet("made up", PROMPTS, []), GREEDY),
         gamma=3,
     )
     assert (report.engine, report.environment.engine_version) == ("llama.cpp", "b10434-abc")
@@ -118,10 +117,8 @@ def test_checkpoints_are_written_for_a_server(tmp_path, monkeypatch, fake):
     own = str(tmp_path / "draft")
     drafts = {"lookup": "prompt-lookup", "own": own, "both": f"lookup-first:{own}", "no": "none/no"}
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    prompts = PromptSet("", PROMPTS, [[1, 2, 3]])
-    report = measure_started(
-        LlamaServers, str(tmp_path / "target"), drafts, [1, 2], prompts, GREEDY, {}
-    )
+    task = Task(PromptSet("", PROMPTS, [[1, 2, 3]]), GREEDY)
+    report = measure_started(LlamaServers, str(tmp_path / "target"), drafts, [1, 2], task)
     lengths = {name: draft.gamma for name, draft in report.drafts.items()}
     assert lengths == {"lookup": None} | {
         f"{name}, gamma {gamma}": gamma for gamma in (1, 2) for name in ("own", "both")
@@ -162,8 +159,8 @@ def test_a_real_server(monkeypatch):
     texts = ("Count from 1 to 9.", "Repeat: 日本 🏳️‍🌈 日本 🏳️‍🌈")
     asked = [Prompt(text, messages=[{"role": "user", "content": text}]) for text in texts]
     drafts = {"lookup": "prompt-lookup", "own": TARGET, "both": f"lookup-first:{TARGET}"}
-    prompts = PromptSet("", asked, [[1] * 99])
-    report = measure_started(LlamaServers, TARGET, drafts, [3], prompts, GREEDY, {})
+    task = Task(PromptSet("", asked, [[1] * 99]), GREEDY)
+    report = measure_started(LlamaServers, TARGET, drafts, [3], task)
     for draft in report.drafts.values():
         assert draft.lossless.identical + draft.lossless.tie_divergences == 2
     counters = report.drafts["own"].counters

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from align.vocabulary import read_vocabulary
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.engines import local_vllm, served
+from eval.engines.comparison import Task
 from eval.engines.local_vllm import VllmServers
 from eval.engines.served import measure_servers, measure_started
 from eval.engines.server import ServerError
@@ -35,14 +37,13 @@ PROMPTS = [
 ]
 
 
-def measure(drafting, plain, prompts=PROMPTS, temperature=0.0, timeout=5.0, **options):
+def measure(drafting, plain, prompts=PROMPTS, temperature=0.0, timeout=5.0, gamma=None):
+    asked = PromptSet("made up", prompts, [])
     return measure_servers(
         {"served": VllmServer(drafting.url + "/v1/", timeout)},
         VllmServer(plain.url, timeout),
-        PromptSet("made up", prompts, []),
-        Decoding(Sampling(temperature), frozenset(), 20),
-        {"command": "test"},
-        **options,
+        Task(asked, Decoding(Sampling(temperature), frozenset(), 20), {"command": "test"}),
+        gamma=gamma,
     )
 
 
@@ -338,7 +339,7 @@ def test_results_of_another_order_of_starts_are_not_used(
     with monkeypatch.context() as context:
         if older:
             begin = served._begin
-            context.setattr(served, "_begin", lambda j, about, *more: begin(j, about[:-1], *more))
+            context.setattr(served, "_begin", lambda task, about: begin(task, about[:-1]))
         assert command(prompts, tmp_path, *pair, "--gamma", "3") == 2
     starter = start()
     assert command(prompts, tmp_path, *pair, "--gamma", "3") == 0
@@ -415,8 +416,8 @@ def test_a_draft_that_cannot_be_read_leaves_the_others(tmp_path, prompts, pair, 
 
 # --- What vLLM is given to load
 
-ONE_PROMPT = PromptSet("", [Prompt("a", prompt="x")], [[1]])
 SHORT = Decoding(Sampling(), frozenset(), 8)
+ONE_PROMPT = Task(PromptSet("", [Prompt("a", prompt="x")], [[1]]), SHORT)
 
 
 def quantised(folder):
@@ -437,7 +438,7 @@ def draft_in_vllm(start, target, draft, look=Path):
         return FakeVllm(step=3)
 
     start(make)
-    measure_started(VllmServers, target, {"tuned": draft}, [4], ONE_PROMPT, SHORT, {})
+    measure_started(VllmServers, target, {"tuned": draft}, [4], ONE_PROMPT)
     return found[0]
 
 
@@ -469,9 +470,7 @@ def test_a_gguf_target_is_named_with_its_quantisation(tmp_path, start):
     write_gguf(tmp_path / "target", tmp_path / "t.gguf", "q8_0")
     start(lambda config: FakeVllm(step=3))
     drafts = {"lookup": "prompt-lookup"}
-    report = measure_started(
-        VllmServers, str(tmp_path / "t.gguf"), drafts, [2], ONE_PROMPT, SHORT, {}
-    )
+    report = measure_started(VllmServers, str(tmp_path / "t.gguf"), drafts, [2], ONE_PROMPT)
     assert report.target_named.endswith("t.gguf (GGUF Q8_0)")
 
 
@@ -488,10 +487,8 @@ def test_a_branch_of_the_hub_that_moved_is_measured_anew(tmp_path, start, monkey
 
         monkeypatch.setattr("huggingface_hub.snapshot_download", downloaded)
         journal = Journal(tmp_path / "measured.jsonl")
-        drafts = {"lookup": "prompt-lookup"}
-        measure_started(
-            VllmServers, "org/target", drafts, [2], ONE_PROMPT, SHORT, {}, journal=journal
-        )
+        task = replace(ONE_PROMPT, journal=journal)
+        measure_started(VllmServers, "org/target", {"lookup": "prompt-lookup"}, [2], task)
         return journal.resumed
 
     assert [resumed(revision) for revision in ("a1", "a1", "b2")] == [False, True, False]
@@ -511,7 +508,7 @@ def test_vllm_maps_the_ids_of_a_draft_that_has_its_own(tmp_path, start, rows, ow
         path.write_text(json.dumps(tokenizer))
     starter = start(lambda config: FakeVllm(step=3))
     drafts = {"lookup": "prompt-lookup", "own": str(tmp_path / "draft")}
-    measure_started(VllmServers, str(tmp_path / "target"), drafts, [2], ONE_PROMPT, SHORT, {})
+    measure_started(VllmServers, str(tmp_path / "target"), drafts, [2], ONE_PROMPT)
     configs = [config for _, _, config in starter.started if config]
     mapped = {c["method"]: c.get("use_heterogeneous_vocab", False) for c in configs}
     assert mapped == {"ngram": False, "draft_model": own_ids}

@@ -11,7 +11,7 @@ import torch
 from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
-from eval.engines.comparison import Comparison, Contender, Output, take_turns, there_and_back
+from eval.engines.comparison import Comparison, Contender, Output, Task, take_turns, there_and_back
 from eval.engines.served import UNTOLD
 from eval.engines.server import ServerError
 from eval.measuring.environment import environment
@@ -69,12 +69,12 @@ def evaluated(rng, deviation, order=there_and_back, broken=None):
         Contender(partial(running, name), name, facts | {"path": DRAFTS.get(name)})
         for name in started
     ]
-    comparison = Comparison(contenders, PROMPTS, GREEDY)
+    comparison = Comparison(contenders, Task(PROMPTS, GREEDY))
     comparison.run(order)
     of_run = {"target": "T", "engine": "vllm", "device": "cpu", "dtype": ""}
     of_run["environment"] = environment("vllm", None, torch.device("cpu"))
     logs = [comparison.log(draft) for draft in comparison.drafting]
-    return comparison.report(logs, {}, "", None, **of_run)
+    return comparison.report(logs, "", None, **of_run)
 
 
 @pytest.mark.parametrize("deviation", [0.0, 0.03])

@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
+from eval.engines.comparison import Task
 from eval.engines.transformers_assisted import Assisted, Draft, log_steps, measure_assisted
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.fields import read_report
@@ -60,7 +61,7 @@ def measured(target, draft, gamma, count, tokens):
     how = Decoding(Sampling(), frozenset(), tokens)
     about = {"relation": "identical", "strategy": "direct", "coverage": 1.0}
     drafts = {"draft": Draft("tiny", draft, about)}
-    report = measure_assisted("tiny", target, drafts, gamma, timed, how, {}, str)
+    report = measure_assisted("tiny", target, drafts, gamma, Task(timed, how), str)
     return report.drafts["draft"].lossless, report
 
 
