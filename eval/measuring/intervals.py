@@ -195,7 +195,7 @@ def measure(
     ends: the kind of interval. started: None if the interval does not cover starts. servers: the
     columns of each server that have its seconds. The squares of the half-widths over prompts and
     over starts, each with its own t, are added: this covers 95% or more (Banerjee 1960, Sankhya
-    22). Raises `NothingToMeasure` without rows, UserError if the result is not a finite number.
+    22). Raises `NothingToMeasure` without rows.
     """
     if not rows:
         raise NothingToMeasure(f"no prompt has the values for {name}")
@@ -205,19 +205,13 @@ def measure(
         sums[key] = sums.get(key, 0.0) + np.asarray(row, dtype=np.float64)
     columns = np.array(list(sums.values()))
     totals, clusters = columns.sum(axis=0), len(columns)
-    enough = clusters >= FEWEST_CLUSTERS
-    with np.errstate(divide="ignore", invalid="ignore"):
-        mean, by_cluster = float(statistic(totals)), statistic(columns)
-        deviations = statistic(totals - columns) - mean if enough else np.zeros(0)
-    if not (math.isfinite(mean) and np.isfinite(deviations).all()):
-        raise UserError(
-            f"{name} is not a finite number ({mean} over all prompts), because a time or a count "
-            f"in the log is zero or missing; measure again"
-        )
+    mean = float(statistic(totals))
+    with np.errstate(divide="ignore", invalid="ignore"):  # a cluster's count may be 0
+        by_cluster = statistic(columns)
     by_cluster = by_cluster[np.isfinite(by_cluster)]
     ci95 = freedom = over_starts = None
-    if enough:
-        error, freedom = _error(deviations)
+    if clusters >= FEWEST_CLUSTERS:
+        error, freedom = _error(statistic(totals - columns) - mean)
         t = float(stdtrit(freedom, 0.975))
         if started:
             slower = totals * (1 + started.error * _columns(servers, len(totals)))

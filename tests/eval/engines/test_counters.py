@@ -77,8 +77,3 @@ def test_another_replica_is_older():
     with pytest.raises(CountersError):
         growth(new, old)
     assert between(new, old) is None
-
-
-def test_a_counter_that_is_no_number():
-    with pytest.raises(CountersError, match=r"drafts_total.* many"):
-        read_series('vllm:spec_decode_num_drafts_total{engine="0"} many\n')
