@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from align.sources import cache_folder
 from eval.decoding.prompt_run import PromptRun
+from eval.engines.local_vllm import EngineMissing, vllm_python
 from eval.measuring import timing
 from eval.measuring.cost import StepCosts
 from eval.measuring.runs import Agreement, DraftLog, RunLog, TargetOutput
@@ -79,6 +80,15 @@ def spared():
         patch.setattr(page, "_environment", functools.cache(page._environment))
         patch.setattr(Environment, "compile", functools.cache(Environment.compile))
         yield
+
+
+@pytest.fixture(scope="session")
+def installed():
+    """The Python of vLLM's environment."""
+    try:
+        return vllm_python()
+    except EngineMissing as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.fixture(scope="session")

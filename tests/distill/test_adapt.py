@@ -9,7 +9,9 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +25,8 @@ from distill import adapt as module
 from distill.adapt import FAILED, NOTHING, PUBLISHED, REFUSED, judged, main
 from distill.recipe import build_recipe, dump
 from distill.traffic import DAY, Split, read_traffic, rows_of, split, usable
-from eval.decoding.target import weights_sha256
+from eval.decoding.target import load_target, weights_sha256
+from eval.engines.local_vllm import serve_vllm, speculation
 from eval.measuring.intervals import Starts
 from eval.measuring.runs import REFERENCE_ONLY
 from eval.prompts import Prompt, write_prompts
@@ -33,6 +36,9 @@ from eval.reporting.traffic import NotComparable
 from tests.conftest import made_up_measurement, made_up_run
 from tests.distill.conftest import WORDS as SPOKEN
 from tests.distill.teacher.test_logged import TEMPLATE
+from tests.distill.teacher.test_served import StandIn
+from tests.siblings import LARGE, save_sibling
+from tests.test_docs import ROOT, blocks, commands
 
 # --- The gate
 
@@ -543,67 +549,116 @@ def test_a_full_disk_at_any_step(loop, again, monkeypatch, capsys):
     assert failed > 20
 
 
-# --- The whole of it, with models of a few kilobytes
+# --- The second half of docs/tutorial.md, with models of a few kilobytes
 
-SENTENCES = [" ".join(random.Random(i).sample(SPOKEN.split(), 9)) for i in range(128)]
+SENTENCES = [" ".join(random.Random(i).sample(SPOKEN.split(), 9)) for i in range(108)]
+FP32 = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256")
 
 
-def conversations(target, texts, start, per_day):
-    """Logged rows: the target's greedy outputs, so many a day from that day on."""
-    model, tokenizer = load_model(str(target), torch.float32), load_tokenizer(str(target))
-    for i, text in enumerate(texts):
-        turns = [{"role": "user", "content": text}]
-        ids = tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, return_tensors="pt", return_dict=False
+class Chatting(StandIn):
+    """A stand-in that is asked conversations."""
+
+    def ids(self, body):
+        asked = body["messages"]
+        return self.tokenizer.apply_chat_template(
+            asked, add_generation_prompt=True, return_dict=False
         )
-        output = model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
-        said = tokenizer.decode(output, skip_special_tokens=True)
-        turns.append({"role": "assistant", "content": said})
-        at = (start + i / per_day) * DAY
-        yield {"id": "a", "messages": turns, "token_ids": output.tolist(), "time": at}
+
+
+@contextmanager
+def made_up_server(target, draft):
+    def say(sent):
+        (choice,) = sent["choices"]
+        text = server.tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
+        choice["message"] = {"role": "assistant", "content": text}
+
+    loaded = load_target(str(target), torch.float32, "cpu", 256)
+    server = Chatting(loaded, names=["target"], mangle=say)
+    try:
+        yield server.url
+    finally:
+        server.stop()
+
+
+def vllm_server(target, draft):
+    return serve_vllm(target, *FP32, *speculation(draft, 2))
+
+
+@pytest.fixture
+def page():
+    """The tutorial's script that asks a server, its call of the loop, and its served draft."""
+    parts = blocks(ROOT / "docs" / "tutorial.md")
+    (script,) = [body for _, body in parts if "urlopen" in body]
+    bash = [words for language, body in parts if language == "bash" for words in commands(body)]
+    (call,) = [words for words in bash if "distill.adapt" in words]
+    (serve,) = [words for words in bash if "readlink" in words[-1]]
+    return script.replace('"max_tokens": 64', '"max_tokens": 24'), call, json.loads(serve[-1])
+
+
+@pytest.fixture
+def tutorial(job, tmp_path, monkeypatch):
+    """The folder in which the first half of the tutorial is done."""
+    save_sibling(tmp_path / "target", LARGE, 1)
+    tokenizer = load_tokenizer(str(tmp_path / "target"))
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "target")
+    keys = {"target": str(tmp_path / "target"), "draft": None, "num_draft_layers": 1}
+    for name, texts in (("train", SENTENCES[:96]), ("eval", SENTENCES[96:])):
+        turns = [[{"role": "user", "content": f"Explain it.\n{text}"}] for text in texts]
+        lines = [json.dumps({"messages": turn}) + "\n" for turn in turns]
+        (tmp_path / f"explain-{name}.jsonl").write_text("".join(lines))
+        keys[f"{name}_prompts"] = str(tmp_path / f"explain-{name}.jsonl")
+    keys |= {"draft_vocab_size": 280, "max_train_prompts": 20, "max_steps": 1, "gamma": 2}
+    keys |= {"speed_prompts": 12, "max_new_tokens": 8}
+    assert module.train.run(job(tmp_path / "outputs" / "explain", **keys)) == 0
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.mark.parametrize(
-    "gate", [[], pytest.param(["--gate", "--max_prompts 28"], marks=pytest.mark.real)]
+    ("serving", "gate"),
+    [
+        (made_up_server, []),
+        pytest.param(made_up_server, ["--gate", "--max_prompts 28"], marks=pytest.mark.real),
+        pytest.param(vllm_server, [], marks=pytest.mark.real),
+    ],
 )
-def test_a_draft_is_trained_on_traffic_and_published(
-    job, folder, tmp_path, monkeypatch, capsys, gate
+def test_from_the_log_of_a_server_to_another_draft(
+    tutorial, page, monkeypatch, capsys, request, serving, gate
 ):
-    target = tmp_path / "target"
-    shutil.copytree(folder / "target", target)
-    tokenizer = load_tokenizer(str(target))
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(target)
-    for name, texts in (("train", SENTENCES[:20]), ("eval", SENTENCES[20:32])):
-        turns = [[{"role": "user", "content": text}] for text in texts]
-        lines = [json.dumps({"messages": turn}) + "\n" for turn in turns]
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-    keys = {"target": str(target), "draft": None, "num_draft_layers": 1, "draft_vocab_size": 280}
-    keys |= {f"{name}_prompts": str(tmp_path / f"{name}.jsonl") for name in ("train", "eval")}
-    keys |= {"max_steps": 1, "gamma": 2, "speed_prompts": 12, "max_new_tokens": 8}
-    run = tmp_path / "run"
-    assert module.train.run(job(run, **keys)) == 0
+    if serving is vllm_server:
+        request.getfixturevalue("installed")
+    script, call, serve = page
+    run = Path("outputs/explain").absolute()
     cached = sorted(cache_folder().rglob("*"))
-    (tmp_path / "logs").mkdir()
-    logged = conversations(target, SENTENCES[32:], 100, 32)
-    (tmp_path / "logs" / "monday.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in logged)
-    )
-    monkeypatch.setattr(module.time, "time", lambda: 103.5 * DAY)
-    call = [str(run), "--traffic", str(tmp_path / "logs")]
-    call += ["--train", "--learning_rate 1e-2 --max_steps 150", *gate]
+    names = {}
+    with serving(tutorial / "target", run / "draft") as url:
+        exec(script.replace("http://localhost:8000", url), names)
+    command = [*call[3:], "--train", "--learning_rate 1e-2 --max_steps 150", *gate]
     with monkeypatch.context() as patch:  # times of so small models are noise
         seen = []
         patch.setattr(module, "judged", lambda *given: seen.append(given) or (PUBLISHED, "Why."))
-        assert main(call) == PUBLISHED, capsys.readouterr().err
+        assert main(command) == PUBLISHED, capsys.readouterr().err
     (recent, earlier, margin) = seen[0]
     assert margin == 0.1
     assert recent.gain[0].alpha.bounds[0] > 0
     assert (recent.prompts.n, earlier.prompts.n) == (28 if gate else 32, 12)
-    served = run / "adapt" / "current"
-    assert recent.drafts["tuned"].sha256 == weights_sha256(str(served))
-    assert (served / "README.md").exists()
+
+    named = subprocess.check_output(["bash", "-c", f"echo {serve['model']}"], text=True).strip()
+    assert Path(named) == (run / "adapt" / "current").resolve()
+    before, after = (load_model(path, torch.float32) for path in (str(run / "draft"), named))
+    assert after.config.vocab_size == LARGE
+    assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
+    assert recent.drafts["tuned"].sha256 == weights_sha256(named)
+    assert (Path(named) / "README.md").exists()
+    with serving(tutorial / "target", named) as url:
+        names["URL"] = f"{url}/v1/chat/completions"
+        again = names["ask"](0, names["lines"][0])
+    first = Path("logs", "gateway.jsonl").read_text().splitlines()[0]
+    outputs = [json.loads(row)["response"]["choices"][0]["token_ids"] for row in (first, again)]
+    assert outputs[0] == outputs[1]
+
     assert not (run / "adapt" / "work").exists()
     assert sorted(cache_folder().rglob("*")) == cached
-    assert main(call) == NOTHING  # no new row
+    assert main(command) == NOTHING  # no new row
     assert "old ones" in capsys.readouterr().out

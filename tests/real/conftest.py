@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from eval.engines.local_vllm import EngineMissing, serve_vllm, vllm_python
+from eval.engines.local_vllm import serve_vllm
 
 FP32 = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048")
 
@@ -12,15 +12,6 @@ FP32 = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048")
 def words_of(keys):
     """Keys of a recipe as words of the command line."""
     return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-
-
-@pytest.fixture(scope="session")
-def installed():
-    """The Python of vLLM's environment."""
-    try:
-        return vllm_python()
-    except EngineMissing as reason:
-        pytest.skip(str(reason))
 
 
 @pytest.fixture(scope="module")
