@@ -189,7 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.reply({"error": error}, 400)
         fault = server.faults.pop(0) if server.faults and body["max_tokens"] > 1 else None
         if fault == "hang":
-            time.sleep(5)
+            time.sleep(2)
         elif fault not in (None, "cut"):
             status, headers = fault if isinstance(fault, tuple) else (fault, {})
             return self.reply({"error": f"fault {status}"}, status, headers.items())

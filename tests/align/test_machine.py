@@ -18,6 +18,7 @@ from tests.align.meeting import let_tensors_die, wait_for_the_first
 from tests.ranks import run_ranks
 
 
+@pytest.mark.real
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told anything")
 @pytest.mark.parametrize(("megabytes", "kept"), [(64, True), (300, False)])
 def test_freed_tensors(tmp_path, megabytes, kept):
@@ -39,6 +40,7 @@ def test_attention_on_a_gpu_needs_no_plan_for_each_shape(monkeypatch):
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(("timeout", "long_enough"), [(60.0, True), (0.5, False)])
 def test_a_process_waits_as_long_as_it_is_told_to(tmp_path, timeout, long_enough):
     ranks = run_ranks(tmp_path, 2, wait_for_the_first, timeout, tmp_path)

@@ -303,7 +303,7 @@ def reports(compared, tmp_path_factory):
     """A report of each gain."""
     folders = {gain: tmp_path_factory.mktemp("report") for gain in (PLAIN, BETTER, WORSE)}
     for gain, folder in folders.items():
-        write_report(folder, compared(random.Random(1), gain))
+        write_report(folder, compared(random.Random(1), gain, prompts=20))
     return folders
 
 

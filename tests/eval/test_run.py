@@ -14,7 +14,7 @@ from eval.measuring import evaluation, timing
 from eval.measuring.metrics import MEAN_ACCEPTANCE_LENGTH, measured, replayed_table
 from eval.reporting.build import build_report
 from eval.reporting.fields import read_report
-from eval.run import _named, main
+from eval.run import _named, gate, main
 
 
 def loaded(out):
@@ -31,6 +31,10 @@ def run(folder, out, *more):
 
 
 def test_drafts_and_rivals_in_one_report(folder, tmp_path, capsys, monkeypatch):
+    kept = []
+    monkeypatch.setattr(
+        eval.run, "build_report", lambda run, logs: kept.extend(logs) or build_report(run, logs)
+    )
     monkeypatch.setattr(eval.run.sys, "argv", ["eval.run", "--url=http://me:s3cret@host"])
     status = run(
         folder,
@@ -49,6 +53,14 @@ def test_drafts_and_rivals_in_one_report(folder, tmp_path, capsys, monkeypatch):
     assert own["alpha"]["mean"] == own["accepted_over_drafted"]["mean"] == 1
     assert own["tau"]["mean"] == 3
     assert own["atlas"]["confusions"] == []
+    # the log of alpha tells the mean acceptance length that decoding has
+    bad, table = (
+        report["drafts"]["bad"],
+        replayed_table([[value == 1 for value in a.values] for a in kept[1].agreement], 2),
+    )
+    assert bad["alpha"]["n"] == bad["tau"]["n"] == 12
+    assert 0.2 < bad["alpha"]["mean"] < 0.95
+    assert measured(MEAN_ACCEPTANCE_LENGTH, table).mean == bad["tau"]["mean"]
     gains = [(entry["draft"], entry["over"]) for entry in report["gain"]]
     assert gains == [("self", "bad"), ("bad", "prompt-lookup"), ("self", "prompt-lookup")]
     costs = [draft["costs"] for draft in report["drafts"].values()]
@@ -227,23 +239,6 @@ def test_a_target_that_never_stops(folder, tmp_path):
     assert any("No token ends an output" in warning for warning in report["warnings"])
 
 
-def test_the_tau_that_the_log_of_alpha_tells_is_the_one_that_decoding_has(
-    folder, tmp_path, monkeypatch
-):
-    """In fp32, fixed gamma, answers that end at the limit."""
-    kept = []
-    monkeypatch.setattr(
-        eval.run, "build_report", lambda run, logs: kept.extend(logs) or build_report(run, logs)
-    )
-    assert run(folder, tmp_path, "--draft", f"d={folder / 'draft'}", "--gamma", "3") == 0
-    draft = loaded(tmp_path)["drafts"]["d"]
-    assert draft["alpha"]["n"] == draft["tau"]["n"] == 12
-    assert 0.2 < draft["alpha"]["mean"] < 0.95
-    (log,) = kept
-    table = replayed_table([[value == 1 for value in a.values] for a in log.agreement], 3)
-    assert measured(MEAN_ACCEPTANCE_LENGTH, table).mean == draft["tau"]["mean"]
-
-
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_a_sampled_run_is_reported_whole(folder, tmp_path, method):
     more = ("--draft", f"d={folder / 'draft'}", "--gamma", "2", "--temperature", "0.8")
@@ -291,11 +286,11 @@ def test_each_draft_has_the_draft_length_that_is_fastest_for_it(folder, tmp_path
         assert draft["gamma_policy"] == "fixed, fastest on 2 other prompts"
 
 
-def test_gate_and_bad_input(folder, tmp_path, capsys):
+def test_gate_and_bad_input(folder, tmp_path, capsys, sample_report):
     bad = ("--draft", f"bad={folder / 'draft'}", "--gamma", "1", "--max_prompts", "10")
     assert run(folder, tmp_path, *bad, "--fail_under_alpha", "0.99") == 1
     assert "lower bound of alpha" in capsys.readouterr().err
-    assert run(folder, tmp_path, *bad, "--fail_under_speedup", "1000") == 1
+    assert gate(sample_report.drafts["tuned"], None, 1000) == 1
     assert "lower bound of speedup" in capsys.readouterr().err
     assert run(folder, tmp_path, *bad, "--prompts", str(tmp_path / "none.jsonl")) == 2
     assert "none.jsonl" in capsys.readouterr().err

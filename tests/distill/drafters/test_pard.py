@@ -44,11 +44,13 @@ def test_a_run_ends_in_a_folder_that_drafts_at_once(finished, name):
     assert isinstance(drafter, PardDrafter)
     assert (drafter.mask, drafter.most) == (TOKENS, 3)
     # what our own form drafts, the full form does in a plain pass over text and masks
-    text = [5, 7, 9, 11, 3, 250, 8]
-    session = drafter.start(Text(text, 60, Sampling(), torch.Generator(), {}, 3))
-    with torch.no_grad():
-        logits = plain(torch.tensor([[*text, TOKENS, TOKENS]])).logits[0, -3:]
-    assert session.propose(3).tokens.tolist() == logits.argmax(-1).tolist()
+    text = [5, 7, 9, 11, 3, 250, 8, 14, 15, 50, 44]
+    session = drafter.start(Text(text[:6], 60, Sampling(), torch.Generator(), {}, 3))
+    for end, step in ((6, 2), (8, 1), (9, 2)):
+        with torch.no_grad():
+            logits = plain(torch.tensor([[*text[:end], TOKENS, TOKENS]])).logits[0, -3:]
+        assert session.propose(3).tokens.tolist() == logits.argmax(-1).tolist()
+        session.commit(text[end : end + step], step - 1, {})
     tuned = read_report(recipe.folder / "report" / "report.json").drafts["tuned"]
     assert tuned.costs.draft_block_ms > 0
 

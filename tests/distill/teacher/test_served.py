@@ -271,7 +271,7 @@ def test_a_fault_that_passes_is_waited_out(stand_in, served, asked, apart, fault
     server = stand_in()
     expected = apart(served(server, "whole"))
     made = asked(served(server))
-    made.server.timeout = 3 if fault == "hang" else module.TIMEOUT
+    made.server.timeout = 1 if fault == "hang" else module.TIMEOUT
     server.faults, clock = [None, fault, fault], time.monotonic()
     assert contents(all_of(made)) == expected
     assert not server.faults
