@@ -170,6 +170,17 @@ def apart(asked, tmp_path, monkeypatch):
     return make
 
 
+WHOLE = []
+
+
+@pytest.fixture
+def whole(stand_in, served, apart):
+    """The contents of a recipe's greedy answers, made once."""
+    if not WHOLE:
+        WHOLE.append(apart(served(stand_in(), "whole")))
+    return WHOLE[0]
+
+
 def all_of(target):
     """The answers to all its prompts."""
     return target.answers(target.prompts)
@@ -267,13 +278,12 @@ def test_a_key_opens_the_server_and_is_written_nowhere(stand_in, served, asked, 
 
 
 @pytest.mark.parametrize("fault", [(503, {"Retry-After": "1"}), 500, "cut", "hang"])
-def test_a_fault_that_passes_is_waited_out(stand_in, served, asked, apart, fault):
+def test_a_fault_that_passes_is_waited_out(stand_in, served, asked, whole, fault):
     server = stand_in()
-    expected = apart(served(server, "whole"))
     made = asked(served(server))
     made.server.timeout = 1 if fault == "hang" else module.TIMEOUT
     server.faults, clock = [None, fault, fault], time.monotonic()
-    assert contents(all_of(made)) == expected
+    assert contents(all_of(made)) == whole
     assert not server.faults
     if isinstance(fault, tuple):
         assert time.monotonic() - clock > 1
@@ -298,9 +308,8 @@ def renamed_after(count):
         ({"mangle": renamed_after(6)}, "comes from model .*not stored"),
     ],
 )
-def test_a_fault_that_stays_loses_nothing(stand_in, served, asked, apart, changes, message):
+def test_a_fault_that_stays_loses_nothing(stand_in, served, asked, whole, changes, message):
     first = stand_in()
-    expected = apart(served(first, "whole"))
     recipe = served(first)
     made = asked(recipe)
     first.__dict__.update(changes)
@@ -313,7 +322,7 @@ def test_a_fault_that_stays_loses_nothing(stand_in, served, asked, apart, change
         asked(recipe)
     second = stand_in()
     answers = all_of(asked(served(second)))
-    assert contents(answers) == expected
+    assert contents(answers) == whole
     assert kept.items() <= shards().items()
     assert 1 < second.answered < 11 + 1  # the check, and not all the prompts
     note_used(recipe.folder, made.target, answers)
@@ -426,10 +435,9 @@ def test_a_long_answer_has_the_time_that_it_takes(stand_in, served):
 
 
 def test_another_model_under_the_same_name_is_found_out(
-    stand_in, served, asked, apart, other, target
+    stand_in, served, asked, whole, other, target
 ):
     server = stand_in()
-    expected = apart(served(server, "whole"))
     recipe = served(server, answer_batch_size=1)
     made = asked(recipe)
     server.swap = server.answered + 9, other
@@ -441,7 +449,7 @@ def test_another_model_under_the_same_name_is_found_out(
         asked(recipe)  # on the cached answers' own prompts
     assert shards() == kept
     server.swap, server.target = None, target
-    assert contents(all_of(asked(recipe))) == expected
+    assert contents(all_of(asked(recipe))) == whole
 
 
 @pytest.mark.parametrize("changes", [{"names": ["org/newer"]}, {"root": "/models/newer"}])
