@@ -41,7 +41,7 @@ from tests.eval.decoding.enumeration import emitted, of_target, played, total_va
 from tests.eval.decoding.world import Remembered, make_side
 from tests.mtp import mtp_config, random_head
 
-LONGEST, CONTEXT, DEPTH = 28, 90, 4
+LONGEST, CONTEXT, DEPTH = 40, 90, 4
 NEVER = frozenset({99})
 GREEDY = Decoding(Sampling(), NEVER, LONGEST)
 PROMPT = Prompt("p", prompt="unused")
