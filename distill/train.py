@@ -8,6 +8,7 @@ After an interruption the same command continues the run.
 """
 
 import os
+import shlex
 import sys
 import warnings
 from contextlib import closing
@@ -122,6 +123,8 @@ def run_stages(recipe: Recipe, clock: Clock, measured: bool) -> int:
     print(f"\nDraft: {recipe.folder / 'draft'}")
     if report is not None:
         print(f"Report: {recipe.folder / 'report' / 'report.html'}")
+    if report is not None and not recipe.served:  # the demo decodes with the target itself
+        print(f"Demo: {shlex.join(['python', '-m', 'eval.demo', str(recipe.folder)])}")
     return 0
 
 

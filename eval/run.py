@@ -46,7 +46,7 @@ from align.sources import load_config, load_model, load_tokenizer, read_json
 from eval.decoding.build import build_decoder, longest_context
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
-from eval.decoding.target import load_target, stop_tokens
+from eval.decoding.target import Target, load_target, stop_tokens
 from eval.decoding.verification import SampleMethod, Sampling
 from eval.engines.comparison import Task
 from eval.engines.engine_server import Servers
@@ -308,7 +308,8 @@ def _by_name(texts: list[str], default: str | None = None) -> dict[str, str]:
     return by_name
 
 
-def _decoding(args: argparse.Namespace, stops: frozenset[int] = frozenset()) -> Decoding:
+def decoding_of(args: argparse.Namespace, stops: frozenset[int] = frozenset()) -> Decoding:
+    """How the options ask for text to be decoded."""
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     method: SampleMethod | None = args.draft_sample_method
     if method is None and not args.served and args.engine != "llama.cpp":
@@ -316,21 +317,30 @@ def _decoding(args: argparse.Namespace, stops: frozenset[int] = frozenset()) -> 
     return Decoding(sampling, stops, args.max_new_tokens, args.seed, args.verification, method)
 
 
-def _measure(args: argparse.Namespace, journal: Journal) -> Report:
-    """The report of the reference decoder."""
+def load(args: argparse.Namespace) -> tuple[Target, PromptSet, PromptSet]:
+    """The target, prompts to evaluate, and other prompts to choose gamma on.
+
+    The target's context has room for each prompt, its output and a draft.
+    """
     use_machine()
     target = load_target(args.target, getattr(torch, args.dtype), args.device, 64)
     evaluation, tuning = _prompt_sets(args, target.tokenizer, target.model.config)
     longest = max(args.max_gamma, args.draft_length or 0)
     length = context_length(evaluation.ids + tuning.ids, args.max_new_tokens, longest)
     target.decoder = build_decoder(target.model, length)
+    return target, evaluation, tuning
+
+
+def _measure(args: argparse.Namespace, journal: Journal) -> Report:
+    """The report of the reference decoder."""
+    target, evaluation, tuning = load(args)
     drafts = _by_name(args.draft)
     logs = evaluate(
         target,
         {name: load_drafter(spec, target, args.strategy) for name, spec in drafts.items()},
         evaluation,
         tuning,
-        _decoding(args, target.stops),
+        decoding_of(args, target.stops),
         Plan(args.draft_length, args.max_gamma, args.speed_prompts),
         journal,
         _made_by(args) | {"torch": torch.__version__},
@@ -348,12 +358,12 @@ def _measure_in_engine(args: argparse.Namespace, journal: Journal) -> Report:
     prompts = evaluation.drawn(args.speed_prompts, args.seed)  # the reference decoder's prompts
     drafts, made_by = _by_name(args.draft), _made_by(args)
     if args.engine in SERVED:
-        task = Task(prompts, _decoding(args), made_by, args.loads, args.goodput, journal)
+        task = Task(prompts, decoding_of(args), made_by, args.loads, args.goodput, journal)
         engine, own = SERVED[args.engine], args.server_args
         return measure_started(engine, args.target, drafts, args.gamma, task, own)
     dtype = getattr(torch, args.dtype)
     model = load_model(args.target, dtype, args.device)
-    decoding = _decoding(args, stop_tokens(model, tokenizer))
+    decoding = decoding_of(args, stop_tokens(model, tokenizer))
     loaded = load_drafts(args.target, model, drafts, dtype)
     return measure_assisted(
         args.target,
@@ -374,7 +384,7 @@ def _measure_servers(args: argparse.Namespace, journal: Journal) -> Report:
     )
     client = SERVED[args.engine].client
     asked = PromptSet(args.prompts, prompts, [], args.overlap)
-    task = Task(asked, _decoding(args), _made_by(args), args.loads, args.goodput, journal)
+    task = Task(asked, decoding_of(args), _made_by(args), args.loads, args.goodput, journal)
     return measure_servers(
         {name: client(url) for name, url in _by_name(args.base_url, "served").items()},
         client(args.baseline_url),

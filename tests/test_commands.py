@@ -5,7 +5,7 @@ import pytest
 from align import check, to_gguf
 from align.errors import UserError
 from distill import adapt, publish, train
-from eval import drift
+from eval import demo, drift
 from eval import run as evaluate
 
 COMMANDS = {  # the module, what its `main` calls, and arguments
@@ -14,6 +14,7 @@ COMMANDS = {  # the module, what its `main` calls, and arguments
     "train": (train, "run", ["--recipe", "code"]),
     "run": (evaluate, "_measure", ["--target", "T", "--draft", "D", "--prompts", "P"]),
     "drift": (drift, "read_report", ["R", "--metrics", "M"]),
+    "demo": (demo, "read_report", ["R"]),
     "publish": (publish, "publish", ["R"]),
     "adapt": (adapt, "adapt", [".", "--traffic", "T"]),
 }

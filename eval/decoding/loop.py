@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -60,11 +61,13 @@ def decode(
     ids: list[int],
     decoding: Decoding,
     draft_length: int = 0,
+    on_step: Callable[[PromptRun], None] = lambda run: None,
 ) -> PromptRun:
     """The output for a prompt with these token ids, and the seconds of each speculation step.
 
     drafter: None for the target alone. draft_length: the most tokens that a step drafts. The
-    target's context must have room for the prompt, max_new_tokens and draft_length.
+    target's context must have room for the prompt, max_new_tokens and draft_length. on_step: called
+    with the log after the prefill and after each speculation step.
     """
     layers = () if drafter is None else drafter.layers
     device = target.device
@@ -81,6 +84,7 @@ def decode(
     (first,) = choose(logits[:, -1], decoding.sampling, generator).tolist()
     now = time.perf_counter()
     run = PromptRun.of(prompt, len(ids), [now - clock], [[first]])
+    on_step(run)
 
     # 2. The drafter reads the text so far.
     session = None
@@ -114,6 +118,7 @@ def decode(
         emitted = _emit(run, draft, accepted, next_token, room, draft_length, decoding.stops)
         run.block_seconds.append(now - clock)
         run.free.append(run.drafted[-1] if proposal.free else 0)
+        on_step(run)
         if session is not None:
             session.commit(emitted, accepted, states)
     return run

@@ -63,12 +63,13 @@ def test_measured_again_it_has_the_same_acceptance_rate(recipe, tmp_path):
     assert report["prompts"]["overlap_with_training"] == 0  # the run knows
 
 
-def test_started_again_it_trains_nothing(recipe, tmp_path):
+def test_started_again_it_trains_nothing(recipe, tmp_path, capsys):
     folder = shutil.copytree(recipe.folder, tmp_path / "run")
     again = dataclasses.replace(recipe, output_dir=str(folder))
     shutil.rmtree(folder / "report")
     weights = folder / "draft" / "model.safetensors"
     written = weights.stat().st_mtime_ns
     assert run(again) == 0
+    assert capsys.readouterr().out.endswith(f"python -m eval.demo {folder}\n")
     assert weights.stat().st_mtime_ns == written
     assert drafts_of(folder)["tuned"].alpha == drafts_of(recipe.folder)["tuned"].alpha

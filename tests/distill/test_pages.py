@@ -15,6 +15,7 @@ import distill.train
 from align import check
 from distill import dry_run
 from distill.recipe import read_yaml, recipe_files, yaml_text
+from eval import demo
 from eval import run as evaluation
 from eval.measuring.cost import StepCosts
 from tests.test_docs import PAGES, ROOT, blocks, commands
@@ -30,6 +31,7 @@ MODULES = {
     "align.check": check.main,
     "distill.publish": distill.publish.main,
     "eval.run": evaluation.main,
+    "eval.demo": demo.main,
 }
 # a command with these words is only parsed
 # (the tiny vocabulary has no row for a mask)

@@ -42,8 +42,10 @@ def test_a_text_ends_at_a_drafted_token_or_at_the_targets_own(accepted, stop, em
 
 def test_only_a_last_step_that_had_room_for_fewer_is_left_out(target, adversary, drafter):
     """A step cut at the limit counts, cut or not, only where it could not be cut."""
-    how = Decoding(Sampling(), NEVER, 12)
-    run = decode(target, drafter(adversary(target)), PROMPT, IDS, how, 4)
+    how, seen = Decoding(Sampling(), NEVER, 12), []
+    opposed = drafter(adversary(target))
+    run = decode(target, opposed, PROMPT, IDS, how, 4, lambda run: seen.append(len(run.tokens)))
+    assert seen == [*range(1, 13)]
     # a token a step: from the eighth step on fewer than four drafted tokens have room
     assert run.block_tokens == [1] * 11
     assert run.last_truncated

@@ -1,0 +1,125 @@
+"""Show one prompt answered by the target of a finished run, without and with the distilled draft.
+
+    python -m eval.demo outputs/code                    a held-out prompt
+    python -m eval.demo outputs/code --seed 1           another one
+    python -m eval.demo outputs/code --prompt "TEXT"    your prompt
+    python -m eval.demo outputs/code --prompts P        a prompt of a file or a data set
+
+The reference decoder prints each token as soon as it is decoded, greedily. In a terminal, drafted
+tokens that the target accepted are green, unless NO_COLOR is set.
+
+Exit status: 0; 2 for input that cannot be used; 130 if interrupted.
+"""
+
+import argparse
+import codecs
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from align.errors import UserError
+from eval.decoding.drafters.loading import load_drafter
+from eval.decoding.loop import decode
+from eval.decoding.prompt_run import PromptRun
+from eval.measuring.evaluation import spelling
+from eval.measuring.journal import INTERRUPTED
+from eval.measuring.timing import WARM_UP_TOKENS, Contender, decode_undisturbed
+from eval.prompts import PLACE, Prompt, write_prompts
+from eval.reporting.fields import read_report
+from eval.reporting.verdict import measured_in, times
+from eval.run import decoding_of, load, parse
+
+GREEN, PLAIN = "\033[32m", "\033[0m"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("python -m eval.demo", description=__doc__.split("\n")[0])
+    parser.add_argument("run", type=Path, help="output folder of a training run")
+    asked = parser.add_mutually_exclusive_group()
+    asked.add_argument("--prompt", help="text; a message if the target has a chat template")
+    asked.add_argument("--prompts", help="Hub data set, pypi: file or .jsonl; one is drawn")
+    parser.add_argument("--seed", default="42", help="draws the prompt")
+    own = parser.parse_args(argv)
+    try:
+        report = read_report(own.run / "report" / "report.json")
+        gamma, speedup = report.tuned[1].gamma or 3, report.tuned[1].speedup
+        options = ["--run", str(own.run), "--gamma", str(gamma), "--temperature", "0"]
+        options += ["--max_prompts", "1", "--seed", own.seed]
+        with TemporaryDirectory() as folder:
+            if own.prompt is not None:
+                own.prompts = f"{folder}/prompt.jsonl"
+                write_prompts(own.prompts, [Prompt("yours", own.prompt)])
+                options += ["--instruction", PLACE]
+            if own.prompts is not None:
+                options += ["--prompts", own.prompts]
+            show(parse(options))
+    except (UserError, PermissionError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    mean = f"{times(speedup)} over {speedup.n} prompts in {measured_in(report)}"
+    print(f"One prompt is an example; the report has {mean}.")
+    return 0
+
+
+def show(args: argparse.Namespace) -> None:
+    """Decode one prompt without and with the draft. args: options of eval.run."""
+    target, prompts, _ = load(args)
+    drafter = load_drafter(str(args.run / "draft"), target, args.strategy)
+    (prompt,), (ids,) = prompts.prompts, prompts.ids
+    decoding = decoding_of(args, target.stops)
+    sides = [Contender(None, 0, decoding), Contender(drafter, args.draft_length, decoding)]
+
+    # On a GPU the warm-up is a whole output, because it has to record all CUDA graphs.
+    short = min(WARM_UP_TOKENS, decoding.max_new_tokens)
+    warm_up = decoding if args.device != "cpu" else replace(decoding, max_new_tokens=short)
+    for side in sides:
+        decode_undisturbed(target.decoder, side._replace(decoding=warm_up), prompt, ids)
+
+    print(f"--- Prompt {prompt.id}\n{prompt.text}")
+    spell, special = spelling(target)
+    runs = []
+    for draft, length, _ in sides:
+        print("\n--- The target alone" if draft is None else "\n--- With the draft")
+        on_step = printer(lambda token: b"" if token in special else spell(token))
+        runs.append(decode(target.decoder, draft, prompt, ids, decoding, length, on_step))
+        print()
+    print_figures(*runs)
+
+
+def printer(spell: Callable[[int], bytes]) -> Callable[[PromptRun], None]:
+    """A function that prints the tokens of the newest speculation step, accepted ones in green."""
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    characters = codecs.getincrementaldecoder("utf-8")("replace")  # some have several tokens
+
+    def on_step(run: PromptRun) -> None:
+        emitted = run.block_tokens[-1] if run.block_tokens else run.prefill_tokens
+        accepted = run.accepted[-1] if run.accepted else 0
+        for number, token in enumerate(run.tokens[-emitted:]):
+            text = characters.decode(spell(token))
+            print(f"{GREEN}{text}{PLAIN}" if colour and number < accepted else text, end="")
+        sys.stdout.flush()
+
+    return on_step
+
+
+def print_figures(alone: PromptRun, drafted: PromptRun) -> None:
+    print(f"\n{'':16}{'tokens':>8}{'seconds':>9}{'tokens per step':>17}")
+    for name, run in (("target alone", alone), ("with the draft", drafted)):
+        per_step = sum(run.block_tokens) / max(1, len(run.block_tokens))
+        print(f"{name:16}{len(run.tokens):8}{run.seconds:9.2f}{per_step:17.2f}")
+    speedup = alone.seconds / len(alone.tokens) / (drafted.seconds / len(drafted.tokens))
+    accepted = sum(drafted.accepted)
+    rejected = sum(drafted.drafted) - accepted
+    same = "yes" if alone.tokens == drafted.tokens else "no"
+    print(f"Speed-up {speedup:.2f}x; drafted tokens: {accepted} accepted, {rejected} rejected")
+    print(f"Outputs token-identical: {same}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
