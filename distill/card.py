@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,13 +17,13 @@ from distill.recipe import build_recipe, read_yaml
 from eval.decoding.target import weights_sha256
 from eval.engines.local_vllm import speculation
 from eval.engines.server import ServerError
-from eval.reporting.fields import REFERENCE, DraftReport, Report
-from eval.reporting.text import plain
-from eval.reporting.verdict import label, measured_in
+from eval.reporting.fields import REFERENCE, Report
+from eval.reporting.tables import result_table
+from eval.reporting.text import grid, plain
+from eval.reporting.verdict import label, measured_in, top
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
 USUAL_GAMMA = 3  # draft length where no report has one
-DISTILLED = label("tuned")
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,13 @@ def draft_weights(run: Path) -> set[str]:
 def write_card(
     folder: Path, run: Path, reports: Sequence[Report], publication: Publication = Publication()
 ) -> None:
-    """Write the model card (README.md) of the run's draft to the folder, engines' reports first.
+    """Write the model card (README.md) of the run's draft to the folder.
 
+    Speeds are of the engines' reports; of the reference decoder's if there is no other.
     Raises UserError for a recipe or a provenance that is missing or broken.
     """
     recipe = build_recipe(read_yaml(run / "recipe.yaml"))
+    engines = [report for report in reports if report.engine != REFERENCE]
     reports = sorted(reports, key=lambda report: report.engine == REFERENCE)
     weights, spec, hub_id = draft_weights(run), recipe.target, recipe.target_hub_id
     name = publication.name.rpartition("/")[2]
@@ -87,8 +89,6 @@ def write_card(
         target_source=abridged(public_name(spec)).partition("#")[0],
         in_one_file=in_one_file(spec),
         recipe=recipe,
-        trimmed=(run / "draft" / "compact").is_dir(),
-        in_engines=reports[0].engine != REFERENCE,
         started=recipe.draft and abridged(public_name(recipe.draft)),
         train_prompts=public_name(recipe.train_prompts),
         eval_prompts=public_name(reports[0].prompts.source).partition("#")[0],
@@ -96,16 +96,13 @@ def write_card(
         vllm=vllm,
         gamma=gamma,
         temperature=reports[0].decoding.temperature,
-        rows=[row for report in reports for row in _rows(report, weights)],
-        started_twice=any(report.starts for report in reports),
-        few_prompts=any(d.speedup.ci95 is None for r in reports for d in r.drafts.values()),
+        results=[_results(report) for report in engines or reports],
         acceptance=[
-            f"{_shown_name(name, draft, weights)} {draft.alpha:.2f}"
-            for report in reports
+            f"{label(name)} {draft.alpha:.2f}"
+            for report in (reports if engines else [])
             for name, draft in report.drafts.items()
             if draft.alpha is not None
         ],
-        limits=[line for report in reports for line in _limits(report, weights)],
         report=reports[0],
         provenance=read_json(run / "provenance.json"),
     )
@@ -119,56 +116,21 @@ def served_gamma(reports: Sequence[Report], weights: set[str]) -> int:
         (report.engine == "vllm", draft.speedup.mean, draft.gamma)
         for report in reports
         for name, draft in report.drafts.items()
-        if _shown_name(name, draft, weights) == DISTILLED and draft.gamma
+        if draft.gamma
+        and ((draft.sha256 in weights and draft.serves_alone) or name.split(", ")[0] == "tuned")
     ]
     return max(found)[-1] if found else USUAL_GAMMA
 
 
-# --- Figures
-
-
-def _shown_name(name: str, draft: DraftReport, weights: set[str]) -> str:
-    """The draft's name in the card, without its draft length."""
-    published = draft.sha256 in weights and draft.serves_alone
-    return DISTILLED if published else label(name.partition(", gamma ")[0])
-
-
-def _rows(report: Report, weights: set[str]) -> Iterator[list[str]]:
-    """A row of the table for each draft: names, draft length, speed-up, tokens a step, prompts."""
-    for name, draft in report.drafts.items():
-        length = draft.counters.mean_acceptance_length if draft.counters else draft.tau
-        yield [
-            measured_in(report),
-            plain(_shown_name(name, draft, weights)),
-            "not known" if draft.gamma is None else str(draft.gamma),
-            f"{draft.speedup:.2f}",
-            "not measured" if length is None else f"{length:.2f}",
-            str(draft.speedup.n),
-        ]
-
-
-def _limits(report: Report, weights: set[str]) -> Iterator[str]:
-    """Sentences on machine, output check, concurrency, and settings without a speed-up."""
-    engine, decoding = measured_in(report), report.decoding
-    yield (
-        f"Measured in {engine} on {report.device}, {report.dtype}, temperature "
-        f"{decoding.temperature:g}, up to {decoding.max_new_tokens} new tokens, one request at a "
-        "time. Measure it again on your machine."
+def _results(report: Report) -> str:
+    """What a report says, as Markdown: verdict, output check, setting, and its main table."""
+    decoding, machine, lines = report.decoding, report.environment, top(report)
+    hardware = (machine and machine.hardware) or report.device
+    setting = (
+        f"Measured in {measured_in(report)} on {hardware}, temperature {decoding.temperature:g}, "
+        f"up to {decoding.max_new_tokens} new tokens. Output check: {lines.output}."
     )
-    for name, draft in report.drafts.items():
-        if _shown_name(name, draft, weights) != DISTILLED:
-            continue
-        check = draft.lossless
-        length = f" at draft length {draft.gamma}" if draft.gamma else ""
-        counts = (
-            f"{check.prompts} greedy outputs with and without the draft: {check.identical} exact "
-            f"matches, {check.tie_divergences} near-tie divergences, {check.unexplained} mismatches"
-        )
-        yield f"Output check in {engine}{length}: {counts}."
-        if draft.speedup.bounds[0] <= 1:
-            yield f"In {engine}{length} no speed-up is shown: {draft.speedup:.2f}."
-        for point in draft.by_load:
-            yield (f"In {engine}{length}, {point.load}: speed-up {point.speedup:.2f}.")
+    return "\n\n".join([f"**{plain(lines.verdict)}**", setting, *grid(result_table(report))])
 
 
 # --- Names that reveal nothing about the machine

@@ -33,7 +33,8 @@ def plain(text: str) -> str:
     return re.sub(r"[\\`*<|]|\](?=\()", r"\\\g<0>", " ".join(text.split()))
 
 
-def _grid(table: Table) -> Iterator[str]:
+def grid(table: Table) -> Iterator[str]:
+    """The parts of a table in Markdown: its title, its rows, and its note if there is one."""
     lines = [table.header, ["---"] * len(table.header), *table.rows]
     yield f"## {table.title}"
     cells = (map(plain, line) for line in lines)
@@ -53,8 +54,8 @@ def render_markdown(report: Report) -> str:
         *(["Next:", indent(lines.command, "    ")] if lines.command else []),
         plain(lines.setting),
         "\n".join(f"- Warning: {plain(warning.text)}" for warning in find_warnings(report)),
-        *_grid(result_table(report)),
-        *(_grid(gains) if gains.rows else ()),
+        *grid(result_table(report)),
+        *(grid(gains) if gains.rows else ()),
         "Charts, tables of details, definitions and provenance: [report.html](report.html).",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
