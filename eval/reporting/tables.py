@@ -24,8 +24,9 @@ DIVERGENCE_NOTE = (
 )
 LOAD_NOTE = (
     "With / without the draft, at steady loads: the first and the last requests do not count. "
-    "Intervals are over batches of requests in place of prompts. Outputs are not compared here, "
-    "because bf16 sums depend on the batch."
+    "Intervals are over batches of requests; for one request at a time, the first lines have the "
+    "speed-up over prompts, which differs. Outputs are not compared here, because bf16 sums depend "
+    "on the batch."
 )
 # Short definitions from the fields' descriptions; docs/metrics.md has long ones.
 DEFINITIONS = {

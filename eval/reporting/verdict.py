@@ -158,11 +158,11 @@ def verdict(report: Report) -> str:
     if report.engine != REFERENCE:
         return (
             f"{start}Serve {shown} for one request at a time: {times(draft.speedup)}, measured in "
-            f"{engine}{alone}. Several at a time were not measured."
+            f"{engine}{alone}. Several at a time were not measured; add --concurrency 4,8."
         )
     return (
         f"{start}Test {shown} in your engine: {times(draft.speedup)}, measured in {engine} (no "
-        f"server){alone}."
+        f"server, one request at a time){alone}."
     )
 
 
@@ -177,6 +177,8 @@ def _by_load(report: Report, loads: list[int]) -> str:
     for name, same in groupby(loads, lambda load: recommended(report, load)):
         few, *more = same
         at = f"at {few} to {more[-1]}" if more else f"at {few}"
+        if not clauses:
+            at += " request at a time" if [few, *more] == [1] else " requests at a time"
         if name is None:
             clauses.append(f"no draft {at}, because none is shown to be faster")
             continue
@@ -185,9 +187,7 @@ def _by_load(report: Report, loads: list[int]) -> str:
             times(speedups[load]) + (f" at {load}" if more else "") for load in (few, *more)
         )
         clauses.append(f"{_with_length(report, name)} {at} ({figures})")
-    return (
-        f"By requests at a time, serve {'; '.join(clauses)}. More than {loads[-1]}: not measured."
-    )
+    return f"Serve {'; '.join(clauses)}. More than {loads[-1]}: not measured."
 
 
 def _with_length(report: Report, name: str) -> str:
@@ -246,7 +246,8 @@ def _command(report: Report) -> str:
 def _setting(report: Report) -> str:
     """A line with target, machine, date and number of prompts."""
     machine = report.environment
-    cores = f", {machine.cores} cores" if machine.cores else ""
+    count = machine.cores
+    cores = f", {count} core{'s' * (count > 1)}" if count else ""
     hardware = f"{machine.hardware}{cores}" if machine.hardware else report.device
     target, loads = report.target_named, loads_of(report)
     parts = [
@@ -255,6 +256,6 @@ def _setting(report: Report) -> str:
         machine.date[:16].replace("T", " ") + " UTC",
         f"{', '.join(map(str, loads))} requests at a time" if loads[1:] else "batch 1",
         f"temperature {report.decoding.temperature:g}",
-        f"{report.prompts.n} prompts",
+        f"{report.prompts.n} prompts, {report.last[1].speedup.n} of them timed",
     ]
     return " · ".join(parts)
