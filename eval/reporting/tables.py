@@ -245,7 +245,7 @@ def gain_table(report: Report) -> Table:
     return _table("Gains, paired by prompt", "draft", gains, GAINS)
 
 
-def _by_load(report: Report) -> Table:
+def load_table(report: Report) -> Table:
     """The loads, with vLLM's setting for each draft whose best length depends on the load."""
     schedules = [
         f"For {path}: num_speculative_tokens_per_batch_size {json.dumps(ranges)}."
@@ -332,9 +332,8 @@ def missing_lines(report: Report) -> Iterator[str]:
 
 
 def details(report: Report) -> list[Table]:
-    """The tables after the results; tables without rows are left out."""
+    """The tables after the main ones; tables without rows are left out."""
     every = [
-        _by_load(report),
         _by_class(report, "By category", "by_category"),
         _by_class(report, "By copied share of the output", "by_copy_share"),
         _by_class(report, "By prompt length", "by_context"),

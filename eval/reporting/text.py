@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from textwrap import indent
 
 from eval.reporting.fields import Report
-from eval.reporting.tables import Table, gain_table, result_table
+from eval.reporting.tables import Table, gain_table, load_table, result_table
 from eval.reporting.verdict import times, top
 from eval.reporting.warnings import find_warnings
 
@@ -45,7 +45,7 @@ def grid(table: Table) -> Iterator[str]:
 
 def render_markdown(report: Report) -> str:
     """The text of report.md: first lines and results; report.html has the details."""
-    lines, gains = top(report), gain_table(report)
+    lines, loads, gains = top(report), load_table(report), gain_table(report)
     parts = [
         "# Speculative decoding report",
         f"**{plain(lines.verdict)}**",
@@ -54,6 +54,7 @@ def render_markdown(report: Report) -> str:
         *(["Next:", indent(lines.command, "    ")] if lines.command else []),
         plain(lines.setting),
         "\n".join(f"- Warning: {plain(warning.text)}" for warning in find_warnings(report)),
+        *(grid(loads) if loads.rows else ()),
         *grid(result_table(report)),
         *(grid(gains) if gains.rows else ()),
         "Charts, tables of details, definitions and provenance: [report.html](report.html).",
