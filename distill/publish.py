@@ -5,8 +5,8 @@ python -m distill.publish outputs/code --to drafts/code-draft      # a copy with
 python -m distill.publish outputs/code --report outputs/code-vllm --to drafts/code-draft
 python -m distill.publish outputs/code --push_to_hub ORG/NAME      # to the Hub, private
 
-This command measures nothing. The card has the run's report and the reports that --report names;
-`python -m eval.run` has made them with the same weights.
+This command measures nothing. The card has the speeds of the reports that --report names, else of
+the run's report; `python -m eval.run` has made them with the same weights.
 
 The draft is published only if every report is of these weights, lossless, and on prompts that do
 not overlap with the training prompts, and if a licence is known. --force publishes it all the same;
