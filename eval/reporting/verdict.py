@@ -256,6 +256,6 @@ def _setting(report: Report) -> str:
         machine.date[:16].replace("T", " ") + " UTC",
         f"{', '.join(map(str, loads))} requests at a time" if loads[1:] else "batch 1",
         f"temperature {report.decoding.temperature:g}",
-        f"{report.prompts.n} prompts, {report.last[1].speedup.n} of them timed",
+        f"{report.prompts.n} prompts, {report.last[1].speedup.n} timed",
     ]
     return " · ".join(parts)
