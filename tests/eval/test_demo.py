@@ -43,11 +43,13 @@ def test_in_a_terminal_accepted_tokens_are_green(finished, capsys, monkeypatch, 
     asked = {prompt.text for prompt in load_prompts(str(finished / "prompts" / "eval.jsonl"))}
     assert prompt.strip("\n") in asked
     accepted, rejected = map(int, re.search(r"(\d+) accepted, (\d+) rejected", drafted).groups())
-    assert 0 < accepted < 24 <= accepted + rejected
+    assert accepted > 0
+    assert rejected > 0
     assert GREEN not in alone
     assert drafted.count(GREEN) == (accepted if terminal and not no_color else 0)
     assert drafted.replace(GREEN, "").replace(PLAIN, "").startswith(alone.rstrip("\n"))
-    assert re.findall(r"(?:alone|draft) +24 ", drafted) == ["alone    24 ", "draft    24 "]
+    counts = re.findall(r"(?:target alone|with the draft) +(\d+) ", drafted)
+    assert counts[0] == counts[1]
     assert "token-identical: yes" in drafted
 
 
@@ -67,13 +69,14 @@ def test_what_cannot_be_shown(finished, tmp_path, capsys):
 
 
 def test_other_outputs_and_letters_of_two_tokens(capsys):
-    alone = PromptRun.of(Prompt("1", "a"), 1, [0.5, 0.5], [[0], [1]])
-    for each in (alone, PromptRun.of(Prompt("1", "a"), 1, [0.5], [[0]])):
-        printer(lambda token: "é".encode()[token : token + 1])(each)
-    assert capsys.readouterr().out == ""  # half a letter, of each
+    prompt = Prompt("1", "a")
+    alone, other = (PromptRun.of(prompt, 1, [s, s], [[0], [t]]) for s, t in ((0.5, 1), (0.25, 2)))
     show = printer(lambda token: "é".encode()[token : token + 1])
-    show(PromptRun.of(Prompt("1", "a"), 1, [0.5], [[0]]))
+    show(PromptRun.of(prompt, 1, [0.5], [[0]]))
+    assert capsys.readouterr().out == ""  # half a letter
     show(alone)
     assert capsys.readouterr().out == "é"
-    print_figures(alone, PromptRun.of(Prompt("1", "a"), 1, [0.25, 0.25], [[0], [2]]))
-    assert re.search(r"2\.00x[^\n]*\n.*identical: no", capsys.readouterr().out)
+    print_figures(alone, other)
+    shown = capsys.readouterr().out
+    assert "2.00x" in shown
+    assert "identical: no" in shown
