@@ -109,6 +109,7 @@ def printer(spell: Callable[[int], bytes]) -> Callable[[PromptRun], None]:
 
 
 def print_figures(alone: PromptRun, drafted: PromptRun) -> None:
+    """Print tokens and seconds of both outputs, and what became of the drafted tokens."""
     print(f"\n{'':16}{'tokens':>8}{'seconds':>9}{'tokens per step':>17}")
     for name, run in (("target alone", alone), ("with the draft", drafted)):
         per_step = sum(run.block_tokens) / max(1, len(run.block_tokens))
