@@ -79,6 +79,7 @@ def _initialised(
             pair.mask,
             None if recipe.draft is None else resolve_checkpoint(recipe.draft),
             None if answers is None else states_of(answers.store, pair.layers),
+            recipe.ttt_steps,
         )
     )
 

@@ -96,6 +96,7 @@ class Recipe:
     held_out_prompts: AtLeastNone = _key("held out to choose the best weights; at most 1 in 20", 32)
     early_stopping_patience: Count | None = _key("end after N measurements without a new best", 5)
     teacher_temperature: UpToOne = _key("below 1 sharpens the target: p ** (1 / value)", 1.0)
+    ttt_steps: Count = _key("steps of an EAGLE-3 draft that are trained together", 3)
     activation_checkpointing: bool = _key("recompute activations: slower, far less memory", False)
     use_peft: bool = _key("LoRA on all linear layers but the head; false: full fine-tuning", False)
     lora_r: Count = _key("rank of the adapters", 64)

@@ -1,9 +1,10 @@
 """EAGLE-3 (arXiv 2503.01840) in training: several steps of a draft at once (training-time test).
 
-The later steps read the layer's own output. The draft starts from least squares: the queries,
-keys and values of the embeddings are those of the target's first layer, those of the states are
-zero; `fc` and the attention's output map, then the last map of the MLP, are fitted to the state
-that the target's head reads. Or it starts from a published draft. Legend: B rows, T inputs, N
+The later steps read the draft's own states. A new draft has one layer and starts from least
+squares: the queries, keys and values of the embeddings are those of the target's first layer, those
+of the states are zero; `fc` and the attention's output map, then the last map of the MLP, are
+fitted to the state that the target's head reads. Or a published draft is trained further, with all
+its layers and norms, and is saved with its own config.json and names. Legend: B rows, T inputs, N
 response positions, L layers read, H hidden size, D size of an attention head, K entries of the LM
 head.
 """
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
 from align.sources import load_config, read_json
@@ -35,17 +36,23 @@ from distill.drafters.initialisation import (
 from distill.drafters.kind import Draft, DraftKind, Origin
 from distill.teacher.states import read_states
 from eval.decoding.drafters import eagle3
-from eval.decoding.drafters.eagle3 import EMBEDDING, LAYERS, MIDLAYER, PREFIX, build_eagle3
+from eval.decoding.drafters.eagle3 import (
+    EMBEDDING,
+    FIRST,
+    LAYERS,
+    PREFIX,
+    build_eagle3,
+    layer_config,
+    normed_states,
+)
 from eval.decoding.forward import input_embedding
 
 SPECULATORS = "0.3.0"  # the version of the format of speculators
-EAGLE = "LlamaForCausalLMEagle3"  # the architecture in the layout of EAGLE's own code
 RIDGE = 1e-2  # ridge of the fit: its tokens alone determine maps from many states poorly
-STEPS = 3  # steps of a draft that are trained at once
 
 
 class Eagle3(DraftKind):
-    fitted_weights = ("lm_head", "model.fc")
+    fitted_weights = ("lm_head", "model.fc.")
 
     def target_layers(
         self, target: Mapping[str, Any], published: Mapping[str, Any] | None = None
@@ -54,7 +61,7 @@ class Eagle3(DraftKind):
 
     @torch.no_grad()
     def initialise(self, origin: Origin) -> Draft:
-        target, token_ids = origin.target, origin.token_ids
+        target, token_ids, sizes = origin.target, origin.token_ids, usual_sizes(origin)
         if origin.published is None:
             model = from_target(target.model, origin.layers, origin.head())
         else:
@@ -62,105 +69,99 @@ class Eagle3(DraftKind):
             model, token_ids = eagle3.load_eagle3(
                 origin.published, target.decoder.embedding, config
             )
-        model = to_train(model, usual_sizes(origin), target.decoder.embedding)
+            if model.config.norm_before_fc or model.config.fc_norm:
+                sizes = torch.ones_like(sizes)  # the norms read the states as they are
+        model = to_train(model, sizes, target.decoder.embedding)
         if origin.published is None and origin.texts:
             fit(model, origin)
+        model.ttt_steps = origin.ttt_steps
         return Draft(model, token_ids)
 
     def save(self, folder: Path, draft: Draft, embedding: Tensor, target: str) -> None:
         model: Any = draft.model
-        layers, sizes = list(model.target_layers), model.sizes
         tensors = {
-            name.removeprefix(PREFIX): weight
+            name.removeprefix(PREFIX).replace(FIRST, model.first_layer): weight
             for name, weight in model.state_dict().items()
             if name != EMBEDDING
         }
         tensors["fc.weight"] = undivided(model)
-        rows = len(tensors["lm_head.weight"])
-        shape = model.config.to_dict()
-        before = {"norm_before_residual": shape.pop("norm_before_residual", False)}
-        dtype = {"torch_dtype": str(embedding.dtype).removeprefix("torch.")}
-        if shape.pop("as_eagle", False):
-            about = {**shape, "architectures": [EAGLE], "draft_vocab_size": rows, **before, **dtype}
-            about["eagle_config"] = {LAYERS: layers, "use_aux_hidden_state": True}
-            tensors = {
-                name.replace("layers.0.", MIDLAYER, 1): tensor for name, tensor in tensors.items()
-            }
-        else:
-            about = _as_speculators(shape, rows, layers, target) | before | dtype
+        dtype = "dtype" if "dtype" in model.about else "torch_dtype"
+        about = model.about | {dtype: str(embedding.dtype).removeprefix("torch.")}
+        if proposals := about.get("speculators_config"):
+            names = load_config(target).architectures
+            verifier = {"name_or_path": target, "architectures": names}
+            about["speculators_config"] = proposals | {"verifier": verifier}
         (folder / "config.json").write_text(json.dumps(about, indent=2))
+        rows = len(tensors["lm_head.weight"])
         if draft.token_ids is not None and rows < len(embedding):  # vLLM refuses a whole head's map
             tensors |= target_id_maps(draft.token_ids, len(embedding))
-        about_sizes = {"layers": layers, "sizes": sizes.tolist()}
-        write_compact(folder, self.name, tensors, embedding, **about_sizes)
+        more = {"layers": list(model.target_layers), "sizes": model.sizes.tolist()}
+        write_compact(folder, self.name, tensors, embedding, **more, ttt_steps=model.ttt_steps)
 
     def load(self, folder: Path, embedding: Tensor, head: Callable[[], Tensor]) -> Draft:
         model, token_ids = eagle3.load_eagle3(folder, embedding)
-        sizes = read_json(folder / "compact.json")["sizes"]
-        return Draft(to_train(model, torch.tensor(sizes), embedding), token_ids)
+        compact = read_json(folder / "compact.json")
+        model.ttt_steps = compact["ttt_steps"]
+        return Draft(to_train(model, torch.tensor(compact["sizes"]), embedding), token_ids)
 
-    def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
+    def head_input(self, model: Any, batch: TrainingBatch) -> HeadInput:
         numbers = batch.position_numbers
         states, learned = [], []
-        for y in unrolled(model, batch.input_ids, batch.states, STEPS):
+        for y in unrolled(model, batch.input_ids, batch.states, model.ttt_steps):
             positions = batch.positions[numbers]
             states.append(y.flatten(0, 1)[positions])
             learned.append(numbers)
             # a later token of a draft must directly follow another response position
             numbers = numbers[1:][positions[1:] == positions[:-1] + 1]
-        return HeadInput(torch.cat(states), torch.cat(learned), 1 / STEPS)
+        return HeadInput(torch.cat(states), torch.cat(learned), 1 / model.ttt_steps)
 
 
 KIND = Eagle3()
 
 
-def _as_speculators(
-    shape: dict[str, Any], rows: int, layers: list[int], target: str
-) -> dict[str, Any]:
-    """config.json in the format of speculators. shape: the layer's config."""
+def as_speculators(shape: Mapping[str, Any], rows: int, layers: Sequence[int]) -> dict[str, Any]:
+    """config.json of a new draft in the format of speculators. shape: the layer's config.
+
+    `save` adds the target.
+    """
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "speculators_version": SPECULATORS,
         "draft_vocab_size": rows,
+        "norm_before_residual": False,  # as in EAGLE's own code
         "norm_before_fc": False,
-        LAYERS: layers,
+        LAYERS: list(layers),
         # vLLM reads three states unless the layer's own config has their number
-        "transformer_layer_config": shape
-        | {"architectures": ["LlamaForCausalLM"], "num_aux_hidden_states": len(layers)},
+        "transformer_layer_config": {
+            **shape,
+            "architectures": ["LlamaForCausalLM"],
+            "num_aux_hidden_states": len(layers),
+        },
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-            "verifier": {
-                "name_or_path": target,
-                "architectures": load_config(target).architectures,
-            },
         },
     }
 
 
-def layer_config(target: PreTrainedConfig) -> LlamaConfig:
-    """A Llama of one layer in the target's shape."""
-    config = LlamaConfig(**shape_of(target), num_hidden_layers=1)
-    config.norm_before_residual = False  # of the states, as in EAGLE's own code
-    return config
-
-
-def from_target(target: PreTrainedModel, layers: Sequence[int], head: Tensor) -> LlamaForCausalLM:
+def from_target(target: PreTrainedModel, layers: Sequence[int], head: Tensor) -> Any:
     """The draft in fp32 with weights that come from the target; the maps that `fit` sets are zero.
 
     No weights are shared. `to_train` sets the embedding, which is empty here. head: [K, H].
     """
-    config = layer_config(target.config.get_text_config())
     embedding = input_embedding(target)
-    model = build_eagle3(config, layers, len(head)).to_empty(device=embedding.device)
-    body: Any = model.model
+    shape = LlamaConfig(**shape_of(target.config.get_text_config()), num_hidden_layers=1)
+    about = as_speculators(shape.to_dict(), len(head), layers)
+    model = build_eagle3(layer_config(about), layers, len(head)).to_empty(device=embedding.device)
+    model.about, model.first_layer = about, FIRST
+    body = model.model
     for weight in body.layers.parameters():
         weight.zero_()
     body.fc.weight.zero_()
     body.layers[0].hidden_norm.weight.fill_(1)
-    size = config.hidden_size
+    size = model.config.hidden_size
     weights = dict(target.named_parameters())
     for name, weight in body.named_parameters():
         if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
@@ -169,11 +170,11 @@ def from_target(target: PreTrainedModel, layers: Sequence[int], head: Tensor) ->
             weight.copy_(weights[f"model.{name}"])
     body.norm.weight.copy_(weights["model.norm.weight"])
     model.lm_head.weight.copy_(head)
-    body.rotary_emb = type(body.rotary_emb)(config).to(embedding.device)
+    body.rotary_emb = type(body.rotary_emb)(model.config).to(embedding.device)
     return model.eval()
 
 
-def fit(model: LlamaForCausalLM, origin: Origin) -> None:
+def fit(model: Any, origin: Origin) -> None:
     """Fit the draft of `from_target`: its last state becomes the target's normalised final state,
     before the weights of the final norm.
     """
@@ -198,9 +199,7 @@ def fit(model: LlamaForCausalLM, origin: Origin) -> None:
     layer.mlp.down_proj.weight.copy_(least_squares(inner_values(), RIDGE))
 
 
-def _fitted_states(
-    model: PreTrainedModel, origin: Origin
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _fitted_states(model: Any, origin: Origin) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """At each text's N response positions: the scaled target states [N, L * H], the attention's
     output [N, heads * D], and the goal of the draft's last state [N, H].
     """
@@ -213,8 +212,8 @@ def _fitted_states(
         (final,) = read_states(origin.target.decoder, text.text, (depth,))
         goal = (final.float() / last.weight.float().to(final.device))[1:].to(model.device)
         before = scaled(model, origin.states(text)[None, :-1].to(model.device))
-        attention = DraftAttention(model, ids.shape[1] - 1)
-        attended = attention.attend(body.embed_tokens(ids[:, 1:]), body.fc(before))
+        read, _ = first_input(model, body.embed_tokens(ids[:, 1:]), body.fc(before))
+        attended = DraftAttention(model, 0, read.shape[1]).attend(read)
         response = slice(
             max(0, len(text.prompt_ids) - 2), None
         )  # no input predicts the first token
@@ -222,53 +221,72 @@ def _fitted_states(
 
 
 class DraftAttention:
-    """The layer's attention over T inputs. Each call of `attend` is the next step of a draft."""
+    """A layer's attention over T inputs. Each call of `attend` is the next step of a draft."""
 
-    def __init__(self, model: PreTrainedModel, inputs: int) -> None:
-        body: Any = model.base_model
-        self.layer = body.layers[0]
+    def __init__(self, model: Any, number: int, inputs: int) -> None:
+        body, config = model.base_model, model.config
+        self.attention = body.layers[number].self_attn
         numbers = torch.arange(inputs, device=model.device)
         self.distances = numbers[:, None] - numbers  # of each query [T] behind each key [T]
+        sliding = config.layer_types[number] == "sliding_attention"
+        self.window = config.sliding_window if sliding else inputs
+        self.head_norms = config.model_type == "qwen3"
         self.rotary = body.rotary_emb(torch.zeros(1, device=model.device), numbers[None])
         self.past: list[tuple[Tensor, Tensor]] = []  # keys and values of each step
 
-    def attend(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """The heads' output of this step [B, T, heads * D], of embeddings and states [B, T, H].
+    def attend(self, read: Tensor) -> Tensor:
+        """The heads' output of this step [B, T, heads * D], of the attention's inputs [B, T, …].
 
         At step g an input sees the first step's inputs at least g before it, because the target has
         read these. It also sees one input of each later step: the one of the same draft.
         """
-        layer, attention, step = self.layer, self.layer.self_attn, len(self.past)
-        read = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(hidden)], -1)
+        attention, step = self.attention, len(self.past)
         shape = (*read.shape[:2], -1, attention.head_dim)
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        q, k, v = (project(read).view(shape).transpose(1, 2) for project in projections)
-        q, k = apply_rotary_pos_emb(q, k, *self.rotary)
+        q, k = attention.q_proj(read).view(shape), attention.k_proj(read).view(shape)
+        if self.head_norms:
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        v = attention.v_proj(read).view(shape).transpose(1, 2)
+        q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *self.rotary)
         groups = attention.num_key_value_groups
         self.past.append((repeat_kv(k, groups), repeat_kv(v, groups)))
         keys, values = (torch.cat(steps, 2) for steps in zip(*self.past, strict=True))
+        by_target = (self.distances >= step) & (self.distances < self.window)
         same_draft = [self.distances == step - later for later in range(1, step + 1)]
-        visible = torch.cat([self.distances >= step, *same_draft], 1)
+        visible = torch.cat([by_target, *same_draft], 1)
         attended = F.scaled_dot_product_attention(q, keys, values, visible)
         return attended.transpose(1, 2).flatten(2)
 
 
-def unrolled(
-    model: PreTrainedModel, input_ids: Tensor, states: Tensor, steps: int
-) -> Iterator[Tensor]:
+def first_input(model: Any, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The attention's inputs in the first layer [B, T, 2 * H], and what its output is added to.
+
+    embedded, hidden: the embeddings and states of T inputs [B, T, H].
+    """
+    layer = model.base_model.layers[0]
+    normed = layer.hidden_norm(hidden)
+    read = torch.cat([layer.input_layernorm(embedded), normed], -1)
+    return read, normed if model.config.norm_before_residual else hidden
+
+
+def unrolled(model: Any, input_ids: Tensor, states: Tensor, steps: int) -> Iterator[Tensor]:
     """For each step of a draft, the LM head's inputs at each token [B, T, H]; zero at the first.
 
     At step g the target has read all but the last g tokens. states: [B, T, L, H].
     """
-    body: Any = model.base_model
-    layer = body.layers[0]
+    body = model.base_model
     embedded = body.embed_tokens(input_ids[:, 1:])
-    attention = DraftAttention(model, embedded.shape[1])
-    hidden = body.fc(scaled(model, states[:, :-1]))
+    inputs = embedded.shape[1]
+    attentions = [DraftAttention(model, number, inputs) for number in range(len(body.layers))]
+    hidden = body.fc(normed_states(body, scaled(model, states[:, :-1])))
     for step in range(steps):
         if step:
             hidden = F.pad(hidden, (0, 0, 1, 0))[:, :-1]
-        attended = layer.self_attn.o_proj(attention.attend(embedded, hidden))
-        x = (layer.hidden_norm(hidden) if model.config.norm_before_residual else hidden) + attended
-        hidden = x + layer.mlp(layer.post_attention_layernorm(x))
-        yield F.pad(body.norm(hidden), (0, 0, 1, 0))
+        read, x = first_input(model, embedded, hidden)
+        for number, (layer, attention) in enumerate(zip(body.layers, attentions, strict=True)):
+            if number:
+                read = layer.input_layernorm(x)
+            x = x + layer.self_attn.o_proj(attention.attend(read))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        y = body.norm(x)
+        hidden = y if model.config.norm_output else x
+        yield F.pad(y, (0, 0, 1, 0))

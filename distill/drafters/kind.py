@@ -34,7 +34,8 @@ class Origin:
     the least-squares initialisation; without texts there is none. layers: the target's states that
     the draft reads; `states` returns them at all tokens of a text but the last [P + R - 1, L, H].
     mask: the id of the draft's mask token, for kinds that have one. published: the folder of a
-    draft of this kind, whose weights and head are taken instead.
+    draft of this kind, whose weights and head are taken instead. ttt_steps: steps of a draft that
+    are trained together, for kinds that read their own states.
     """
 
     target: Target
@@ -46,6 +47,7 @@ class Origin:
     mask: int | None = None
     published: Path | None = None
     states: Callable[[CachedAnswer], Tensor] | None = None
+    ttt_steps: int = 3
 
     def head(self) -> Tensor:
         """The target's LM head, cut to the vocabulary entries of `token_ids` [K, H]."""

@@ -1,12 +1,15 @@
-"""EAGLE-3: one transformer layer that reads the target's hidden states (arXiv 2503.01840).
+"""EAGLE-3: transformer layers that read the target's hidden states (arXiv 2503.01840).
 
-Each input of the layer is the embedding of a token and a state [H] of the token before it. If the
-target has read the token before, the state is the target's states there, fused by `fc`; otherwise
-it is the layer's output for the input before. Input i belongs to token i + 1.
+Each input of the first layer is the embedding of a token and a state [H] of the token before it. If
+the target has read the token before, the state is the target's states there, fused by `fc`;
+otherwise it is the draft's own state for the input before. Input i belongs to token i + 1.
+
+config.json has the switches of EAGLE 3.1 (arXiv 2605.09992): RMS norms of the target's states, and
+whether the draft's own state is taken after its last norm. They mean what they mean in vLLM 0.32.
 
 A folder holds the checkpoint in the layout of vLLM and speculators, or of EAGLE's code, and
-compact.json if draftsmith made it. Legend: T inputs, H hidden size, K entries of the head, V the
-target's vocabulary.
+compact.json if draftsmith made it. Legend: T inputs, L layers read, H hidden size, K entries of the
+head, V the target's vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +22,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from align.errors import UserError
 from align.sources import read_json
@@ -36,13 +46,23 @@ from eval.decoding.drafters.compact import (
 from eval.decoding.drafters.drafter import Session, Text, on_target_ids, timed_choice
 from eval.decoding.drafters.formats import DraftFormat
 from eval.decoding.forward import PIECE, HiddenStates, KVCache
-from eval.decoding.fused import FusedDecoder
+from eval.decoding.fused import FusedDecoder, nested_bytes
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 
 EMBEDDING, PREFIX = "model.embed_tokens.weight", "model."
 LAYERS = "eagle_aux_hidden_state_layer_ids"  # config.json's key for the target's states to read
-MIDLAYER = "midlayer."  # the layer's name in the layout of EAGLE's own code
+FIRST, MIDLAYER = "layers.0.", "midlayer."  # the first layer's name here, and in EAGLE's own code
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+# the layers in the layout of EAGLE's code, by architecture; model_type does not matter there
+ARCHITECTURES = {
+    "LlamaForCausalLMEagle3": "llama",
+    "Eagle3LlamaForCausalLM": "llama",
+    "Eagle3Qwen3ForCausalLM": "qwen3",
+}
 
 
 class Eagle3(DraftFormat):
@@ -55,14 +75,10 @@ class Eagle3(DraftFormat):
     def check_config(self, folder: Path, target: PreTrainedConfig) -> None:
         about = read_json(folder / "config.json")
         shape, eagle = about.get("transformer_layer_config", about), about.get("eagle_config") or {}
-        norm_before_fc = bool(eagle.get("norm_before_fc") or about.get("norm_before_fc"))
+        layers = family(about)
         parts = {
-            "num_hidden_layers": (shape.get("num_hidden_layers", 1), 1),
-            "model_type": (shape.get("model_type", "llama"), "llama"),
+            "layers of type": (layers, layers if layers in FAMILIES else " or ".join(FAMILIES)),
             "attention_bias": (bool(shape.get("attention_bias")), False),
-            "norm_before_fc": (norm_before_fc, False),
-            "fc_norm": (bool(about.get("fc_norm")), False),
-            "norm_output": (bool(about.get("norm_output")), False),
             "use_aux_hidden_state": (eagle.get("use_aux_hidden_state", True), True),
         }
         refuse_unknown_parts(folder, "EAGLE-3", parts)
@@ -116,25 +132,67 @@ def in_own_layout(config: Mapping[str, Any]) -> bool:
     )
 
 
-def build_eagle3(config: LlamaConfig, layers: Sequence[int], rows: int) -> LlamaForCausalLM:
-    """The draft without weights: a Llama of one layer, with `fc` and `hidden_norm`.
+def family(about: Mapping[str, Any]) -> str:
+    """The key of FAMILIES by a config.json, or the name of other layers."""
+    if in_own_layout(about):
+        name: str = about["architectures"][0]
+        return ARCHITECTURES.get(name, name)
+    return str(about["transformer_layer_config"].get("model_type", "llama"))
+
+
+def layer_config(about: Mapping[str, Any]) -> Any:
+    """The config of the layers by a config.json, with the switches of EAGLE-3 as attributes."""
+    own, kind = in_own_layout(about), family(about)
+    shape = dict(about.get("transformer_layer_config", about))
+    if not shape.get("layer_types"):  # configs that were copied from a target's have a window, too
+        shape |= {"layer_types": None, "sliding_window": None}
+    config: Any = FAMILIES[kind][0](**shape | {"model_type": kind, "tie_word_embeddings": False})
+    config.layer_types = config.layer_types or ["full_attention"] * config.num_hidden_layers
+    eagle = about.get("eagle_config") or {}
+    config.norm_before_fc = bool(eagle.get("norm_before_fc", about.get("norm_before_fc")))
+    config.fc_norm, config.norm_output = bool(about.get("fc_norm")), bool(about.get("norm_output"))
+    config.norm_before_residual = about.get("norm_before_residual", not own)
+    return config
+
+
+def build_eagle3(config: Any, layers: Sequence[int], rows: int) -> Any:
+    """The draft without weights: a Llama or Qwen3 with `fc`, norms before it, and `hidden_norm`.
 
     layers: numbers of the target's states that it reads. rows: entries of its head.
     """
+    size, width = config.hidden_size, len(layers) * config.hidden_size
     with torch.device("meta"):
-        model: Any = LlamaForCausalLM(config)
-        layer: Any = model.model.layers[0]
-        size = config.hidden_size
+        model: Any = FAMILIES[config.model_type][1](config)
+        body, first = model.model, model.model.layers[0]
+
+        def norm(size: int) -> nn.Module:
+            made: nn.Module = type(body.norm)(size, config.rms_norm_eps)
+            return made
+
         for name in ("q_proj", "k_proj", "v_proj"):
-            narrow = layer.self_attn.get_submodule(name)
-            setattr(layer.self_attn, name, nn.Linear(2 * size, narrow.out_features, bias=False))
-        layer.hidden_norm = type(layer.input_layernorm)(size, config.rms_norm_eps)
-        model.model.fc = nn.Linear(len(layers) * size, size, bias=False)
+            narrow = first.self_attn.get_submodule(name)
+            setattr(first.self_attn, name, nn.Linear(2 * size, narrow.out_features, bias=False))
+        first.hidden_norm = norm(size)
+        body.input_norm = norm(width) if config.norm_before_fc else None
+        body.fc_norm = nn.ModuleList(norm(size) for _ in layers) if config.fc_norm else None
+        body.fc = nn.Linear(width, size, bias=False)
         model.lm_head = nn.Linear(size, rows, bias=False)
     model.target_layers = tuple(layers)
-    model._no_split_modules = []  # parts of the layer are called alone, so it is not a shard unit
-    built: LlamaForCausalLM = model
-    return built
+    model._no_split_modules = []  # parts of the layers are called alone, so they are no shard units
+    return model
+
+
+def normed_states(norms: Any, states: Tensor) -> Tensor:
+    """The target's states, side by side [B, T, L * H], after the norms before `fc`.
+
+    norms: what has `input_norm` and `fc_norm`, which are None if the draft has none.
+    """
+    if norms.input_norm is not None:
+        states = norms.input_norm(states)
+    if norms.fc_norm is not None:
+        parts = zip(norms.fc_norm, states.chunk(len(norms.fc_norm), -1), strict=True)
+        states = torch.cat([norm(part) for norm, part in parts], -1)
+    return states
 
 
 def load_eagle3(
@@ -142,6 +200,7 @@ def load_eagle3(
 ) -> tuple[Any, Tensor]:
     """A folder's model on the target's embedding [V, H], and the target id of each head entry [K].
 
+    `model.about` is its config.json, `model.first_layer` the first layer's name in its checkpoint.
     target: the target's config, to check a published draft. Raises UserError if the draft was made
     for another target or cannot be computed here.
     """
@@ -154,26 +213,25 @@ def load_eagle3(
         FORMAT.check_config(folder, target)
         layers = target_layers(target.to_dict(), about)
         refuse_other_embedding(folder, published, embedding)
-    config: Any = LlamaConfig(**about.get("transformer_layer_config", about))
-    config.norm_before_residual = about.get("norm_before_residual", "speculators_version" in about)
-    config.as_eagle = in_own_layout(about)
     token_ids = read_token_ids(folder, tensors)
     if token_ids is None:
         token_ids = torch.arange(len(tensors["lm_head.weight"]), device=embedding.device)
-    model: Any = build_eagle3(config, layers, len(token_ids))
+    model = build_eagle3(layer_config(about), layers, len(token_ids))
+    model.about = about
+    model.first_layer = MIDLAYER if any(name.startswith(MIDLAYER) for name in tensors) else FIRST
     named = {
-        name if name.startswith("lm_head") else PREFIX + name.replace(MIDLAYER, "layers.0."): tensor
+        name if name.startswith("lm_head") else PREFIX + name.replace(MIDLAYER, FIRST): tensor
         for name, tensor in tensors.items()
     }
     cast = {name: tensor.to(embedding.dtype) for name, tensor in named.items()}
     fill(model, {**cast, EMBEDDING: embedding}, folder)
     # rotary tables are not in the checkpoint, so they are computed
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     return model.to(embedding.device).eval(), token_ids
 
 
 class Eagle3Decoder(FusedDecoder):
-    """The layer with a cache, for inference; on a CPU in int8, unless the embedding is fp32."""
+    """The layers with a cache, for inference; on a CPU in int8, unless the embedding is fp32."""
 
     def __init__(self, model: PreTrainedModel, context_length: int, embedding: Tensor) -> None:
         # a target in fp32 serves exact comparisons, so its draft is not rounded
@@ -182,31 +240,41 @@ class Eagle3Decoder(FusedDecoder):
         config: Any = model.config
         body: Any = model.base_model
         self.norm_before_residual = config.norm_before_residual
+        self.norm_output = config.norm_output
         self.hidden_norm = self._scale(body.layers[0].hidden_norm)
+        self.input_norm, self.fc_norm = body.input_norm, body.fc_norm
         self.fc = self.product(body.fc)
 
     def own_bytes(self) -> int:
-        return super().own_bytes() + self.hidden_norm.nbytes + self.fc.nbytes
+        norms = [norm for norm in (self.input_norm, self.fc_norm) if norm is not None]
+        weights = [weight for norm in norms for weight in norm.parameters()]
+        return super().own_bytes() + nested_bytes((self.hidden_norm, self.fc, *weights))
+
+    def fused(self, states: Tensor) -> Tensor:
+        """The states of the first layer's inputs [1, T, H], from the target's [1, T, L * H]."""
+        return self.fc(normed_states(self, states))
 
     @torch.inference_mode()
     def read(
         self, tokens: Tensor, hidden: Tensor, start: int, cache: KVCache
     ) -> tuple[Tensor, Tensor]:
-        """The head's input and the layer's output, which is the next input's state; both [1, T, H].
+        """The head's input and the draft's own state for the next input; both [1, T, H].
 
-        tokens, hidden: the layer's inputs [1, T], [1, T, H]. start: the number of the first input.
+        tokens, hidden: the first layer's inputs [1, T], [1, T, H]. start: the number of the first
+        input.
         """
-        (layer,), (kind,) = self.layers, self.kinds
-        embedded = self._norm(F.embedding(tokens, self.embedding), layer.input_norm)
+        embedded = self._norm(F.embedding(tokens, self.embedding), self.layers[0].input_norm)
         normed = self._norm(hidden, self.hidden_norm)
-        step = self._step(1, tokens.shape[1], start, cache.slots, kind)
-        hidden = self._through_layer(
-            layer,
-            torch.cat([embedded, normed], -1),
-            normed if self.norm_before_residual else hidden,
-            *(cache.keys[0], cache.values[0], step),
-        )
-        return self._norm(hidden, self.final_norm), hidden
+        x = normed if self.norm_before_residual else hidden
+        for number, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True)):
+            if number == 0:
+                h = torch.cat([embedded, normed], -1)
+            else:
+                h = self._norm(x, layer.input_norm)
+            step = self._step(1, tokens.shape[1], start, cache.slots, kind)
+            x = self._through_layer(layer, h, x, cache.keys[number], cache.values[number], step)
+        y = self._norm(x, self.final_norm)
+        return y, y if self.norm_output else x
 
 
 @dataclass(kw_only=True)
@@ -214,8 +282,8 @@ class Eagle3Drafter(CausalLMDrafter):
     decoder: Eagle3Decoder
 
     def fused(self, states: HiddenStates) -> Tensor:
-        """The states of the layer's inputs, from the target's of each layer; [1, T, H] each."""
-        return self.decoder.fc(self.side_by_side(states, self.decoder.dtype))
+        """The states of the inputs, from the target's of each layer; [1, T, H] each."""
+        return self.decoder.fused(self.side_by_side(states, self.decoder.dtype))
 
     def from_start(self, tokens: Tensor, hidden: Tensor, cache: KVCache | None = None) -> Tensor:
         """The head's input [1, T, H] for the first T inputs of a text (`decoder.read`)."""
@@ -259,7 +327,7 @@ class Eagle3Drafter(CausalLMDrafter):
 class Eagle3Session(TokenSession):
     """`new`, `states` [1, T, H]: tokens and states of the inputs not yet read.
 
-    `hidden` [1, 1, H]: the layer's output for the last input that was read.
+    `hidden` [1, 1, H]: the draft's own state for the last input that was read.
     """
 
     drafter: Eagle3Drafter

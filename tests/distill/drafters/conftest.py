@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from align.sources import read_json
+from distill.drafters import eagle3
 from distill.drafters.kind import Origin, kinds
 from distill.drafters.mtp import to_train
 from eval.decoding.build import build_decoder
 from eval.decoding.target import Target
+from tests.eagle3 import PublishedEagle3
 from tests.mtp import mtp_config, random_head
 
 VOCAB, SIZE, MASK = 61, 24, 60
@@ -55,6 +57,24 @@ def states(target):
         return found
 
     return read
+
+
+@pytest.fixture
+def warm_start(target, tmp_path):
+    """warm_start(layout): a published EAGLE-3 draft of this target, its folder, and the draft that
+    is trained from it.
+    """
+
+    def make(layout, dtype=torch.float32):
+        kept, heads = torch.arange(0, VOCAB, 2), {"num_attention_heads": 4, "head_dim": 6}
+        shape = {"vocab_size": VOCAB, "hidden_size": SIZE, "intermediate_size": 40}
+        shape |= heads | {"num_key_value_heads": 2}
+        published = PublishedEagle3(layout, shape, (1, 2), kept)
+        folder = published.save(tmp_path / "published", dtype)
+        origin = Origin(target, kept, [], 1, 3, (1, 2), published=folder)
+        return published, folder, eagle3.KIND.initialise(origin)
+
+    return make
 
 
 @pytest.fixture

@@ -1,80 +1,147 @@
 """EAGLE-3 as it is trained: what it reads, its steps, its export."""
 
-import copy
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from align.sources import read_json
 from distill.drafters import eagle3
+from distill.drafters.batch import TrainingBatch
 from distill.drafters.initialisation import divide_states
+from distill.drafters.kind import Origin
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
 from eval.decoding.drafters.drafter import Text
-from eval.decoding.drafters.eagle3 import FORMAT
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from tests.distill.drafters.conftest import SIZE, VOCAB
+from tests.eagle3 import LAYOUTS
 
 LAYERS = (1, 2)
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 58, 9, 7, 9, 32, 3, 8, 46, 26, 43]
 
 
-def test_training_reads_what_is_known_when_a_token_is_drafted(random_draft):
-    """The first step at token t reads the states up to t - 1, the later ones fewer."""
-    model = random_draft("eagle3", layers=LAYERS)
+def states_read(model):
+    """read(positions): the number of the newest state that the loss at these positions reads."""
     give_loss_forward(model, eagle3.KIND, forward_kl)
     states = torch.randn(1, 12, len(LAYERS), SIZE, requires_grad=True)
 
-    def loss(positions):
+    def newest(positions):
         torch.manual_seed(3)
         count = len(positions)
-        return model(
+        loss = model(
             input_ids=torch.randint(VOCAB, (1, 12)),
             positions=torch.tensor(positions),
-            top_ids=torch.randint(VOCAB, (count, 3)),
+            top_ids=torch.randint(len(model.lm_head.weight), (count, 3)),
             top_logprobs=torch.full((count, 3), -1.5),
             states=states,
         ).loss
+        (gradient,) = torch.autograd.grad(loss, states)
+        return max(at for at in range(12) if gradient[0, at].abs().sum() > 0)
 
-    def read(positions):
-        (gradient,) = torch.autograd.grad(loss(positions), states)
-        return [at for at in range(12) if gradient[0, at].abs().sum() > 0]
+    return newest
 
+
+def check_what_is_known(model):
+    """The first step at token t reads the states up to t - 1, the later ones fewer."""
+    newest = states_read(model)
     # of a draft that begins at 5 or 7 nobody reads what the target makes of that token itself
-    assert read([5])[-1] == 4
-    assert read([7])[-1] == 6
+    assert newest([5]) == 4
+    assert newest([7]) == 6
     # the token after the next is a later one of a draft, and its step reads no newer state
-    assert read([5, 6])[-1] == 5
+    assert newest([5, 6]) == 5
 
 
-@pytest.mark.parametrize("norm_before_residual", [False, True])
-def test_steps_of_a_draft_are_those_of_its_session(
-    target, random_draft, states, norm_before_residual
-):
-    """What training makes of the later steps is what decoding does with them."""
-    ids = torch.arange(0, VOCAB, 2)
-    model = random_draft("eagle3", ids, LAYERS)
-    divide_states(model, torch.tensor([0.5, 3.0]))
-    model.config.norm_before_residual = norm_before_residual
-    given = copy.deepcopy(model)
-    divide_states(given, 1 / given.sizes)
-    draft, gamma, seen = FORMAT.drafter(given, ids, target), 3, set()
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_reads_what_is_known_when_a_token_is_drafted(warm_start, layout):
+    check_what_is_known(warm_start(layout)[2].model)
+
+
+def attention_sees_the_next_state(monkeypatch):
+    right = eagle3.DraftAttention.__init__
+
+    def begin(self, *given):
+        right(self, *given)
+        self.distances = self.distances + 1
+
+    monkeypatch.setattr(eagle3.DraftAttention, "__init__", begin)
+
+
+def states_of_the_token_itself(monkeypatch):
+    right = eagle3.unrolled
+    monkeypatch.setattr(
+        eagle3,
+        "unrolled",
+        lambda model, ids, states, steps: right(model, ids, states.roll(-1, 1), steps),
+    )
+
+
+@pytest.mark.parametrize("mutant", [attention_sees_the_next_state, states_of_the_token_itself])
+@pytest.mark.parametrize("layout", ["EAGLE", "speculators, Qwen3 layers"])
+def test_a_state_that_nobody_knows_is_caught(warm_start, monkeypatch, layout, mutant):
+    model = warm_start(layout)[2].model
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_what_is_known(model)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_trains_and_drafts_what_the_published_draft_computes(target, warm_start, states, layout):
+    """Its own code computes each token anew, from the text and the target's states."""
+    published, folder, draft = warm_start(layout)
+    model = draft.model
+    if not hasattr(published, "input_norm") and not hasattr(published, "fc_norm"):
+        divide_states(model, torch.tensor([0.5, 3.0]))
+    embedding, gamma, seen = target.decoder.embedding, 3, set()
+    drafter = load_drafter(str(folder), target)
     for end in range(4, len(TEXT)):
         known = states(TEXT[: end - 1], LAYERS)
-        so_far = Text(TEXT[:end], 64, Sampling(), torch.Generator(), known, 3)
-        got = draft.start(so_far).propose(gamma).tokens.tolist()
         read = torch.stack([known[k] for k in LAYERS], 2)
+        right, logits = published.draft(TEXT[:end], read[0], embedding, gamma)
+        so_far = Text(TEXT[:end], 64, Sampling(), torch.Generator(), known, 3)
+        assert drafter.start(so_far).propose(gamma).tokens.tolist() == right
         read = torch.nn.functional.pad(read, (0, 0, 0, 0, 0, gamma))
         with torch.no_grad():
-            whole = torch.tensor([[*TEXT[:end], *got[:-1]]])
+            whole = torch.tensor([[*TEXT[:end], *right[:-1]]])
             steps = eagle3.unrolled(model, whole, read, gamma)
-            rows = [model.lm_head(y[0, end - 1 + g]).argmax() for g, y in enumerate(steps)]
-        assert got == ids[torch.stack(rows)].tolist()
-        seen.update(got)
+            trained = [model.lm_head(y[0, end - 1 + g]) for g, y in enumerate(steps)]
+        torch.testing.assert_close(torch.stack(trained), logits, atol=1e-4, rtol=1e-4)
+        seen.update(right)
     assert len(seen) > 3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_published_draft_is_written_as_it_was_read(target, warm_start, tmp_path, layout):
+    target.model.save_pretrained(tmp_path / "target")
+    published, folder, draft = warm_start(layout, torch.bfloat16)
+    if not hasattr(published, "input_norm") and not hasattr(published, "fc_norm"):
+        divide_states(draft.model, torch.tensor([0.7, 3.0]))
+    embedding = target.decoder.embedding.bfloat16()
+    for again in ("once", "twice"):
+        written = tmp_path / again
+        written.mkdir()
+        eagle3.KIND.save(written, draft, embedding, str(tmp_path / "target"))
+        draft = eagle3.KIND.load(written, embedding, None)
+    was, now = (load_file(place / "model.safetensors") for place in (folder, written))
+    assert now.keys() == was.keys()
+    assert [name for name in was if not torch.equal(now[name], was[name])] == []
+    was, now = (read_json(place / "config.json") for place in (folder, written))
+    if "speculators_config" in was:
+        was["speculators_config"]["verifier"]["name_or_path"] = str(tmp_path / "target")
+    assert now == was
+
+
+def test_the_number_of_steps_is_kept(target, tmp_path):
+    target.model.save_pretrained(tmp_path)
+    made = eagle3.KIND.initialise(Origin(target, None, [], 1, 3, LAYERS, ttt_steps=2))
+    eagle3.KIND.save(tmp_path, made, target.decoder.embedding, str(tmp_path))
+    for model in (made.model, eagle3.KIND.load(tmp_path, target.decoder.embedding, None).model):
+        states = torch.randn(1, 12, len(LAYERS), SIZE)
+        batch = TrainingBatch(torch.ones((1, 12), dtype=int), torch.arange(4, 9), 0, 0, states)
+        found = eagle3.KIND.head_input(model, batch)
+        assert found.learned.tolist() == [*range(5), *range(1, 5)]
+        assert found.weight == 1 / 2
 
 
 def test_the_export_has_the_names_that_engines_load(finished):

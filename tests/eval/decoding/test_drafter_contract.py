@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3Config
+from transformers import Qwen3Config
 
 from align.transplant import transplant
 from align.vocab_map import build_map
@@ -23,7 +23,7 @@ from eval.decoding.drafters.dflash import FORMAT as DFLASH
 from eval.decoding.drafters.dflash import DFlashDecoder, DFlashSession, build_dflash
 from eval.decoding.drafters.drafter import HeadDrafter, Text
 from eval.decoding.drafters.eagle3 import FORMAT as EAGLE3
-from eval.decoding.drafters.eagle3 import Eagle3Session, build_eagle3
+from eval.decoding.drafters.eagle3 import Eagle3Session, build_eagle3, layer_config
 from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
 from eval.decoding.drafters.medusa import MedusaDrafter, MedusaSession
 from eval.decoding.drafters.mtp import FORMAT as MTP
@@ -115,17 +115,30 @@ def pard(world, seed=0, most=DEPTH):
     return world.drafter(model, kind=PardDrafter, mask=mask, most=most)
 
 
-def eagle3(world, kept=None):
-    target, size = world.target, 32
-    shape = {"intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=world.vocab, hidden_size=size, num_hidden_layers=1, **shape)
-    config.norm_before_residual = kept is not None
+def eagle3(world, kept=None, layers=None, **switches):
+    """layers: keys of the layers' config. switches: keys of config.json."""
+    target, shape = world.target, {"hidden_size": 32, "intermediate_size": 40, "head_dim": 8}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    shape |= {"vocab_size": world.vocab} | (layers or {})
+    about = {"speculators_model_type": "eagle3", "transformer_layer_config": shape}
+    config = layer_config(about | {"norm_before_residual": kept is not None} | switches)
     ids = torch.arange(world.vocab) if kept is None else kept(world.vocab)
     torch.manual_seed(2)
     model = random_weights(build_eagle3(config, (1, 2), len(ids)))
     model.set_input_embeddings(target.model.get_input_embeddings())
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     return EAGLE3.drafter(model, ids, target)
+
+
+def eagle3_1(world):
+    """Two layers, the second one with a window."""
+    types = {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}
+    layers = types | {"sliding_window": 4, "use_sliding_window": True}
+    return eagle3(world, layers=layers, norm_before_fc=True, norm_output=True)
+
+
+def eagle3_qwen3(world):
+    return eagle3(world, layers={"model_type": "qwen3", "num_hidden_layers": 2}, fc_norm=True)
 
 
 def random_weights(model):
@@ -194,6 +207,8 @@ DRAFTERS = {
     "PARD, any length": (lambda world: pard(world, 5, None), "any"),
     "EAGLE-3": (eagle3, "any"),
     "EAGLE-3, trimmed": (lambda world: eagle3(world, lambda v: torch.arange(0, v, 2)), "any"),
+    "EAGLE 3.1": (eagle3_1, "any"),
+    "EAGLE-3, Qwen3 layers": (eagle3_qwen3, "any"),
     "Medusa": (medusa, "any"),
     "DFlash": (dflash, "any"),
     "MTP, DeepSeek": (lambda world: mtp(world, "deepseek_v3"), "any"),
@@ -455,7 +470,8 @@ def context_one_too_far(monkeypatch):
     [
         *((rolled_back_one_too_little, name) for name in ("itself", "by map")),
         *((states_off_by_one, name) for name in ("EAGLE-3", "Medusa", "DFlash")),
-        *((states_of_other_layers, name) for name in ("EAGLE-3", "DFlash")),
+        *((states_off_by_one, name) for name in ("EAGLE 3.1", "EAGLE-3, Qwen3 layers")),
+        *((states_of_other_layers, name) for name in ("EAGLE-3", "DFlash", "EAGLE 3.1")),
         (context_one_too_far, "DFlash"),
     ],
 )
