@@ -4,7 +4,7 @@
     python -m distill.adapt outputs/code --rollback            serve the earlier draft again
     python -m distill.adapt outputs/code --delete              delete rows, reports and drafts
 
-Serve `outputs/code/adapt/current`, a link to the published draft (docs/adapt.md). Exit status: 0
+Serve `outputs/code/adapt/current`, a link to the published draft (docs/serving.md). Exit status: 0
 published; 1 refused, because the new draft is faster on new traffic and has a fault; 2 for bad
 input and for a step that failed; 3 nothing to gain: no gain is shown, there are too few new rows,
 or another job runs; 130 interrupted. `current` is unchanged unless the status is 0.
@@ -362,7 +362,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m distill.adapt", description=about)
     add, task = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
     add("run", type=Path, metavar="RUN", help="output folder of a finished training run")
-    rows = "logged rows (docs/adapt.md): a .jsonl or .jsonl.gz file, or a folder of them"
+    rows = "logged rows (docs/serving.md): a .jsonl or .jsonl.gz file, or a folder of them"
     task.add_argument("--traffic", type=Path, metavar="PATH", help=rows)
     earlier = "serve the draft again that was served before the last publication"
     task.add_argument("--rollback", action="store_true", help=earlier)

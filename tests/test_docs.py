@@ -271,7 +271,7 @@ def test_units_call_the_loop_and_take_its_ordinary_ends():
 
 
 def test_patterns_drop_what_the_page_says():
-    page = (ROOT / "docs" / "adapt.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(.+)` \| `(.+)` \| `(.+)` \|$", page, flags=re.MULTILINE)
     assert len(rows) == 4
     for pattern, dropped, kept in rows:

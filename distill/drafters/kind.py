@@ -1,8 +1,8 @@
 """The interface of a kind of draft in training: a file in this folder that defines KIND.
 
-The file of the same name in eval/decoding/drafters has what the kind needs to draft. docs/files.md
-tells how a kind is added. Legend: P prompt and R response tokens of a text, L layers read, V the
-target's vocabulary, K entries of the draft's head, H hidden size.
+The file of the same name in eval/decoding/drafters has what the kind needs to draft.
+docs/developing.md tells how a kind is added. Legend: P prompt and R response tokens of a text, L
+layers read, V the target's vocabulary, K entries of the draft's head, H hidden size.
 """
 
 from __future__ import annotations

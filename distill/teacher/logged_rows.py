@@ -1,6 +1,6 @@
 """Logged outputs of the target, read from files and exports of several forms.
 
-The documented form (docs/own-domain.md) is a JSON object a line whose `messages` end with a turn of
+The documented form (docs/recipes.md) is a JSON object a line whose `messages` end with a turn of
 the assistant. Pairs of a request and its response are converted to it: OpenAI batches, the bodies
 of OpenAI's chat API, and the exports of LiteLLM and Langfuse.
 """
@@ -175,7 +175,7 @@ def logged_prompts(spec: str, model: str | None) -> list[Prompt]:
     if not prompts:
         raise PromptError(
             f"{spec!r} has no logged output of the target ({counts or 'it is empty'}){first}; "
-            "docs/own-domain.md describes the rows of answers: logged."
+            "docs/recipes.md describes the rows of answers: logged."
         )
     print(f"{spec}: {len(prompts)} logged outputs; left out: {counts or 'none'}{first}")
     return list(prompts.values())

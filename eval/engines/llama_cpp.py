@@ -31,7 +31,7 @@ from eval.engines.server import ServerError
 from eval.prompts import Prompt, chat_request
 
 PROGRAM = "DRAFTSMITH_LLAMA_SERVER"  # the environment variable that names a llama-server
-DRAFT_KIND = "q8_0"  # GGUF type of drafts (docs/quantised.md)
+DRAFT_KIND = "q8_0"  # GGUF type of drafts (docs/engines.md)
 LOST = -1  # the id of a token that the stream did not name
 STRIDE = 4  # tokens in a forward that reads an output again, as many as a step verifies
 # Sampling that the server would take from its own defaults.

@@ -1,7 +1,7 @@
 """The numbers of a report, computed from a table with one row of sums per prompt.
 
 Every measured number is a ratio of sums over prompts; intervals.py computes its interval.
-docs/metrics.md defines each number in prose.
+docs/report.md defines each number in prose.
 """
 
 from __future__ import annotations

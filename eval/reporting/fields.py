@@ -1,7 +1,7 @@
 """The fields of report.json (schema draftsmith-report/1), their meaning and their checks.
 
 The pydantic models of measured quantities are in eval/measuring/. Reading a report needs no torch.
-docs/metrics.md has the long definitions.
+docs/report.md has the long definitions.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class HeldOutCurve(Part):
 
 
 class Report(Part):
-    """The results of an evaluation. docs/metrics.md defines every number."""
+    """The results of an evaluation. docs/report.md defines every number."""
 
     schema_name: Annotated[Literal["draftsmith-report/1"], Field(alias="schema")]
     target: str

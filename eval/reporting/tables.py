@@ -28,7 +28,7 @@ LOAD_NOTE = (
     "speed-up over prompts, which differs. Outputs are not compared here, because bf16 sums depend "
     "on the batch."
 )
-# Short definitions from the fields' descriptions; docs/metrics.md has long ones.
+# Short definitions from the fields' descriptions; docs/report.md has long ones.
 DEFINITIONS = {
     term: str(model.model_fields[field].description)
     for term, model, field in (

