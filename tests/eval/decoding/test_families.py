@@ -186,7 +186,9 @@ def described(family):
     """A family's model type, its decoder, and the note of its row in the table."""
     model = made(family)
     decoder, refusal = built(model)
-    note = re.sub("^.*cannot be decoded here: (.* (?=layers keep))?|(, so|; use a) .*$", "", refusal)
+    note = re.sub(
+        "^.*cannot be decoded here: (.* (?=layers keep))?|(, so|; use a) .*$", "", refusal
+    )
     kind = (
         "fused" if isinstance(decoder, FusedDecoder) else "Transformers" if decoder else "refused"
     )
