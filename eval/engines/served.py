@@ -6,6 +6,7 @@ that run already take turns; servers that are started here run one at a time.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from eval.engines.comparison import (
     there_and_back,
 )
 from eval.engines.engine_server import EngineServer, Servers
+from eval.engines.process import NOT_PASSED
 from eval.engines.server import PATIENT, ServerError
 from eval.measuring.environment import environment
 from eval.measuring.evaluation import context_length
@@ -47,6 +49,7 @@ from eval.reporting.fields import Report
 TEMPLATE = 64  # most tokens of a chat template in a turn
 PATIENCE = 600.0  # most seconds without a byte from a server started here, which may use a CPU
 SLOTS = 16  # requests at a time that a server takes at a request rate, if it needs a number
+CONFIGURES = ("VLLM_", "OMP_", "LLAMA_ARG_")  # environment variables that change an engine
 STEPS = ("tau", "mean_drafted", "accepted_over_drafted", "per_position")
 UNTOLD = {
     **REFERENCE_ONLY,
@@ -131,7 +134,13 @@ def measure_started(
         if servers.unreadable.keys() >= {*drafts.values()}:
             raise ServerError("; ".join(servers.unreadable.values()))
         machine = environment(servers.client.engine, None, servers.device)
+        variables = {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(CONFIGURES) and name not in NOT_PASSED
+        }
         machine |= {"threads": None, "server_arguments": servers.arguments}
+        machine |= {"server_variables": variables}
 
         method = None if decoding.sampling.greedy else decoding.draft_sample_method
 
@@ -156,7 +165,14 @@ def measure_started(
                 contender.failures["prompts"] = servers.unreadable[draft]
             contenders.append(contender)
         specs = [target, *drafts.values()]
-        identity = [servers.installed, [*arguments], drafts, gammas, [*map(_files, specs)]]
+        identity = [
+            servers.installed,
+            [*arguments],
+            variables,
+            drafts,
+            gammas,
+            [*map(_files, specs)],
+        ]
         # In journals without the order, a server's first outputs are of two starts.
         _begin(task, [target, *identity, "there and back"])
         comparison = Comparison(contenders, task)

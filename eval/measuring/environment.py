@@ -29,6 +29,7 @@ def environment(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "load_average": round(os.getloadavg()[0], 2),
         "server_arguments": None,
+        "server_variables": None,
     }
 
 

@@ -237,6 +237,7 @@ class Environment(Part):
     date: str = Field(description="start of the evaluation, ISO 8601 in UTC")
     load_average: Quantity | None = Field(description="over one minute, at the start")
     server_arguments: list[str] | None
+    server_variables: dict[str, str] | None = Field(None, description="of the environment")
 
 
 class HeldOutPoint(Part):

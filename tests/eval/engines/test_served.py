@@ -371,6 +371,8 @@ def test_a_server_takes_the_gpus_that_the_weights_need(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free * (gpu + 2) // 2, 2 * free))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
     starter = start()
     own = ["--server_args", "--max-model-len 99 --tensor-parallel-size 2"]
     assert command(prompts, tmp_path, *pair, "--gamma", "2", "--device", "cpu", *own) == 0
@@ -385,6 +387,8 @@ def test_a_server_takes_the_gpus_that_the_weights_need(
     report = read_report(tmp_path / "report" / "report.json")
     assert (report.device, report.environment.hardware) == ("cuda", "a GPU")
     assert report.environment.server_arguments[-4:] == own[1].split()
+    assert report.environment.server_variables["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert "VLLM_API_KEY" not in report.environment.server_variables
 
 
 def test_a_length_that_does_not_start_leaves_the_others(tmp_path, prompts, pair, start, capsys):
