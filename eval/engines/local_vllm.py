@@ -48,7 +48,8 @@ WEIGHTS = 0.8  # share of it that weights may take, because the KV cache needs t
 # vLLM's methods without a draft model, by the draft's spec.
 METHODS: dict[str, dict[str, Any]] = {
     LOOKUP: {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
-    "suffix": {"method": "suffix"},
+    # without the cache of earlier outputs, because each prompt is decoded several times
+    "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
     "mtp": {"method": "mtp"},  # the target's multi-token prediction head
 }
 # If a draft's path contains one of these, vLLM 0.32 ignores the configured method.
