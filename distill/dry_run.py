@@ -33,7 +33,7 @@ from eval.measuring.timing import step_costs
 
 EXAMPLE = 1000  # characters of a prompt's beginning, and of its end, that are printed
 DEPTHS = range(1, 5)  # layers of a pruned draft that are tried
-REPEATS = 5  # how often each step is timed
+ROUNDS = 8  # in which each step is timed; the first three do not count
 TRAINED_BYTES = 16  # a trained parameter in fp32: weight, gradient, two moments of AdamW
 BESIDE = 1.3  # factor on the sum: activations, logits, what an allocator cannot use
 RUNTIME = 2**30  # bytes that a process, or a GPU's context, takes without a model
@@ -83,9 +83,8 @@ def print_gain(recipe: Recipe, pair: Pair, prompts: list[list[int]], target: Tar
     ceilings = []
     for name, variant in variants.items():
         drafter = untrained_drafter(variant, pair, target)
-        (costs,) = step_costs(
-            target.decoder, [drafter], context, recipe.max_gamma, decoding, REPEATS
-        )
+        timed = target.decoder, [drafter], context, recipe.max_gamma, decoding
+        (costs,) = step_costs(*timed, enough=lambda rounds: rounds == ROUNDS)
         needed, ceiling = break_even_acceptance_rate(costs), ceiling_speedup(costs)
         c = metrics.cost_ratio(costs)
         shown = "none" if needed is None else f"{needed:.2f}"

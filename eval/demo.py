@@ -11,13 +11,17 @@ tokens that the target accepted are green, unless NO_COLOR is set.
 Exit status: 0; 2 for input that cannot be used; 130 if interrupted.
 """
 
+import sys
+from pathlib import Path
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import argparse
 import codecs
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from align.errors import UserError

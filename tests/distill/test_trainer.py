@@ -228,7 +228,7 @@ def test_the_order_of_rows_is_that_of_any_number_of_processes_and_another_in_eac
     assert len(orders[0]) == -(-rows // 4) * 4
     order.epoch = 1
     assert set(order) == set(range(rows))
-    assert list(order) != orders[0]
+    assert list(order) != orders[0] or rows < 4  # all rows are in one step, by length
 
 
 def test_steps_of_another_size_do_not_go_on_from_a_checkpoint(tmp_path, train, tiny_model):

@@ -203,7 +203,8 @@ def test_a_server_ends_with_this_process(tmp_path, sent, starting):
     noted = tmp_path / "processes"
 
     def serve():
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job of a shell ignores it
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job of a shell ignores it,
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and one of nohup this one
         with serve_vllm("T", *(["starting", str(noted)] * starting)) as url:
             noted.write_text("\n".join(map(str, ask(url)[:2])))
             time.sleep(60)
