@@ -198,8 +198,9 @@ def with_output_ids(prompts: PromptSet, target: Vocabulary, longest: int) -> Pro
             logged, other = logged + 1, other + (output != emitted)
             output = emitted
         if output and max(output) < target.vocab_size:
-            said = {k: v for k, v in prompt.logged_output.items() if k != "message"}
-            kept.append(replace(prompt, logged_output=said | {"token_ids": output[:longest]}))
+            said = prompt.logged_output | {"token_ids": output[:longest]}
+            said.pop("message", None)
+            kept.append(replace(prompt, logged_output=said))
             rendered.append(ids)
     if not kept:
         raise PromptError(

@@ -129,7 +129,8 @@ class Assisted:
         self, plain: Output, with_draft: PromptOutputs, position: int, greedy: Decoding
     ) -> dict[str, Any]:
         """As in `Engine`: a near-tie by the logits, if both outputs are also equal in fp32."""
-        ids, drafting = plain.prompt_ids, with_draft.reading
+        ids = plain.prompt_ids
+        drafting: Any = with_draft.reading
         single, wide = (
             engine._generate(ids, greedy, output_logits=True, return_dict_in_generate=True)
             .logits[position][0]

@@ -173,7 +173,7 @@ def loads_of(report: Report) -> list[int]:
 
 def _by_load(report: Report, loads: list[int]) -> str:
     """What to serve at each load; neighbouring loads with the same draft are one clause."""
-    clauses = []
+    clauses: list[str] = []
     for name, same in groupby(loads, lambda load: recommended(report, load)):
         few, *more = same
         at = f"at {few} to {more[-1]}" if more else f"at {few}"

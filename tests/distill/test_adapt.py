@@ -619,7 +619,7 @@ def tutorial(job, tmp_path, monkeypatch):
     ("serving", "gate"),
     [
         (made_up_server, []),
-        pytest.param(made_up_server, ["--gate", "--max_prompts 28"], marks=pytest.mark.real),
+        pytest.param(made_up_server, ["--gate", "--max_prompts 16"], marks=pytest.mark.real),
         pytest.param(vllm_server, [], marks=pytest.mark.real),
     ],
 )
@@ -642,7 +642,7 @@ def test_from_the_log_of_a_server_to_another_draft(
     (recent, earlier, margin) = seen[0]
     assert margin == 0.1
     assert recent.gain[0].alpha.bounds[0] > 0
-    assert (recent.prompts.n, earlier.prompts.n) == (28 if gate else 32, 12)
+    assert (recent.prompts.n, earlier.prompts.n) == (16 if gate else 20, 12)  # max_train_prompts
 
     named = subprocess.check_output(["bash", "-c", f"echo {serve['model']}"], text=True).strip()
     assert Path(named) == (run / "adapt" / "current").resolve()
