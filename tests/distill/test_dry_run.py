@@ -37,7 +37,7 @@ def test_a_dry_run_says_what_a_draft_can_gain_and_writes_nothing(
     job, tmp_path, monkeypatch, capsys, changes, name, draft_step, status, numbers
 ):
     costs = StepCosts(draft_step, 1.0, {1: 1.0, 2: 1.2, 3: 1.2}, 20)
-    monkeypatch.setattr(dry_run, "step_costs", lambda *_: [costs])
+    monkeypatch.setattr(dry_run, "step_costs", lambda *_, enough: [costs])
     recipe = job(tmp_path / "run", dry_run=True, minutes=10.0, **changes)
     assert run(recipe) == status
     assert TABLE.findall(capsys.readouterr().out) == [(name, *numbers)]
