@@ -107,7 +107,7 @@ def run(words):
 def test_the_commands_of_a_page(page, desk, tmp_path, monkeypatch, capsys):
     shutil.copytree(desk, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(dry_run, "step_costs", lambda *_: [GAINING])
+    monkeypatch.setattr(dry_run, "step_costs", lambda *_, enough: [GAINING])
     for words in commands_of(page):
         status, expected = run(list(own_words(words)))
         assert status == expected, (words, capsys.readouterr().err)
