@@ -195,6 +195,13 @@ def test_every_block_parses(page, tmp_path):
             compile(body, page.name, "exec")
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_table_is_whole(page):
+    text = OPENING.sub("", page.read_text(encoding="utf-8"))
+    for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
+        assert set(table.splitlines()[1]) == set("| -"), table
+
+
 # --- links
 
 
@@ -250,6 +257,51 @@ def test_troubleshooting_quotes_messages_that_exist():
     code = "".join(re.sub(r'"\s*f?"', "", path.read_text(encoding="utf-8")) for path in sources)
     lacking = [words for words in quoted if not all(part in code for part in words.split(" … "))]
     assert not lacking
+
+
+# --- figures
+
+EVIDENCE = re.compile(r"\((?:docs/)?(evidence/\w[\w-]*\.json)\)")
+FIGURE = re.compile(r"[+-]?\d\.\d\d \[[+-]?\d\.\d\d, [+-]?\d\.\d\d\]")
+
+
+def figures(value):
+    """Every measured quantity of a report that has an interval, as the pages write it."""
+    if isinstance(value, dict) and "ci95" in value:
+        yield "{:.2f} [{:.2f}, {:.2f}]".format(value["mean"], *value["ci95"])
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from figures(each)
+
+
+def cited(page):
+    """(evidence, figure) of paragraphs, table rows and whole tables (first row) that name it."""
+    text = OPENING.sub("", page.read_text(encoding="utf-8"))
+    for block in re.split(r"\n\n|\n(?=- )", text):
+        lines = block.splitlines() if block.startswith("|") else [" ".join(block.split())]
+        of_block = EVIDENCE.findall(lines[0])
+        for line in lines:
+            for name in EVIDENCE.findall(line) or of_block:
+                yield from ((name, figure) for figure in FIGURE.findall(line))
+
+
+@pytest.mark.parametrize(("page", "least"), [("README.md", 13), ("docs/results.md", 8)])
+def test_figures_are_those_of_the_evidence(page, least):
+    found = list(cited(ROOT / page))
+    assert len(found) >= least
+    for name, figure in found:
+        report = json.loads((ROOT / "docs" / name).read_text(encoding="utf-8"))
+        assert figure in set(figures(report)), f"{figure} is not in {name}"
+
+
+def test_evidence_is_small_and_names_no_folder_of_a_machine():
+    paths = list((ROOT / "docs" / "evidence").glob("*.json"))
+    assert paths
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        assert len(text) < 30_000
+        assert not re.search(r"[\"=]/\w", text)
+        assert json.loads(text)["environment"]["hardware"]
 
 
 # --- what is served

@@ -15,7 +15,7 @@ from eval.engines.server import ServerError
 
 TOP = 5  # log-probabilities that are requested at each token; all such servers return 5
 # The largest gap of a near-tie in nats, for any error. bf16 logits between 32 and 64 are 0.25
-# apart; gaps of up to three such steps were seen in verified outputs (docs/report.md).
+# apart; gaps of up to three such steps were seen in verified outputs.
 WIDEST_TIE = 1.0
 
 # Token id -> log-probability, of the likeliest tokens at a position and of its actual token.

@@ -5,7 +5,7 @@ Drafts of g tokens give the speed-up L(g) * t_target(1) / (t_draft(g) + t_target
 all accepted. If m_i is not measured, m_i = a^i: every position has the same acceptance rate a,
 independently of the others (arXiv 2211.17192, equation 1). The paper assumes t_target(g + 1) =
 t_target(1); here the measured time of verification is used. A draft on another machine adds a round
-trip and the transfer of its output to each speculation step (docs/serving.md).
+trip and the transfer of its output to each speculation step.
 """
 
 from __future__ import annotations

@@ -258,8 +258,8 @@ def test_every_key_is_explained_in_help_and_docs(capsys):
         default = "required" if key in needed else yaml_text(own.default)
         assert f"({default}) {text}" in shown
         cell = "required" if key in needed else f"`{default}`"
-        assert f"| `{key}` ({cell}) | {text} |\n" in written
-    documented = re.findall(r"^\| `(\w+)` \(", written, flags=re.MULTILINE)
+        assert f"- `{key}` ({cell}): {text}\n" in written
+    documented = re.findall(r"^- `(\w+)` \((?:required|`)", written, flags=re.MULTILINE)
     assert documented == [*OWN]
     fields = written.partition("## Fields of transformers.TrainingArguments")[2].partition(".\n")[0]
     assert re.findall(r"`(\w+)`", fields) == [*TRAINING]
