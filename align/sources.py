@@ -630,9 +630,19 @@ def _check_checkpoint(spec: str, folder: Path, weights: bool, quantised: bool) -
 
 
 def refuse_quantised(spec: str, folder: Path) -> None:
-    """Raise SourceError for a checkpoint whose weights only some engines' kernels can read.
+    """Raise SourceError for a checkpoint whose weights only some engines' kernels can read."""
+    if found := quantisation(folder):
+        raise SourceError(
+            f"{spec!r} has quantised weights ({found}), and only engines can compute these. Train "
+            "a draft for it with answers: vllm or answers: server, measure it with eval.run "
+            "--engine vllm, or name the unquantised checkpoint or a GGUF file."
+        )
 
-    The config may declare them; transformers ignores the scales of those that it does not declare.
+
+def quantisation(folder: Path) -> str:
+    """How weights of a checkpoint are quantised; "" if none are.
+
+    The config may declare it; transformers ignores the scales of weights that it does not declare.
     """
     how = read_json(folder / "config.json").get("quantization_config")
     found = str(how.get("quant_method", how) if isinstance(how, dict) else how) if how else ""
@@ -643,12 +653,7 @@ def refuse_quantised(spec: str, folder: Path) -> None:
                 is_matrix = len(part.get_shape()) > 1 and not name.endswith("bias")  # a causal mask
                 if is_matrix and part.get_dtype() not in _PLAIN_DTYPES:
                     found = f"{name} is of type {part.get_dtype()}"
-    if found:
-        raise SourceError(
-            f"{spec!r} has quantised weights ({found}), and only engines can compute these. Serve "
-            "it and set answers: server, measure it with eval.run --engine vllm, or name the "
-            "unquantised checkpoint or a GGUF file."
-        )
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:

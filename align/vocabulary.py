@@ -125,15 +125,15 @@ class Vocabulary:
         return ids
 
 
-def read_vocabulary(spec: str, weights: bool = False) -> Vocabulary:
+def read_vocabulary(spec: str, weights: bool = False, quantised: bool = False) -> Vocabulary:
     """The vocabulary of a checkpoint by its spec (align/sources.py).
 
     weights: also fetch the weights of a Hub checkpoint, because their headers tell whether the head
-    has a bias (headers of local weights are always read).
+    has a bias (headers of local weights are always read). quantised: see `resolve_checkpoint`.
     Raises SourceError, with code TOK-000 or TOK-013, for input that is missing or ill-formed.
     """
     try:
-        return _parse(spec, resolve_checkpoint(spec, weights=weights))
+        return _parse(spec, resolve_checkpoint(spec, weights, quantised))
     except ValueError as error:
         text = str(error) if isinstance(error, SourceError) else f"{spec!r}: {error}"
         raise SourceError(text if text.startswith("TOK-") else f"TOK-000: {text}") from error

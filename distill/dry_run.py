@@ -53,10 +53,14 @@ def dry_run(recipe: Recipe) -> int:
         return 0
     longest = max(map(len, prompts.training.ids + prompts.evaluation.ids))
     asked = to_answer(prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers)
-    print_memory(recipe, longest, len(asked), answers_here=answering.by == "local")
+    by_us = {"decoded_here": pair.decoded_here, "answers_here": answering.by == "local"}
+    print_memory(recipe, longest, len(asked), **by_us)
     answering.check()
     if recipe.served:
         print(f"server: {recipe.answer_url} serves the target of this recipe")
+        return 0
+    if not pair.decoded_here:
+        print("what a draft can gain: not measured, because only an engine computes the target")
         return 0
     for spec in filter(None, (recipe.target, recipe.draft)):
         if not weights_cached(spec):
@@ -96,10 +100,13 @@ def print_gain(recipe: Recipe, pair: Pair, prompts: list[list[int]], target: Tar
     return 0
 
 
-def print_memory(recipe: Recipe, longest: int, answers: int, answers_here: bool) -> None:
+def print_memory(
+    recipe: Recipe, longest: int, answers: int, decoded_here: bool, answers_here: bool
+) -> None:
     """Print the needs of the stage with most memory, on each GPU, and what this machine has.
 
-    longest: tokens of the longest prompt. answers: number of outputs. answers_here: by us.
+    longest: tokens of the longest prompt. answers: number of outputs. decoded_here, answers_here:
+    whether the target is evaluated here, and generates the outputs here.
     """
     target = load_config(recipe.target).get_text_config()
     size = getattr(torch, recipe.dtype).itemsize
@@ -120,7 +127,7 @@ def print_memory(recipe: Recipe, longest: int, answers: int, answers_here: bool)
     shards = PartialState().num_processes if parse_flag_from_env("ACCELERATE_USE_FSDP") else 1
     spread = torch.cuda.device_count() if recipe.device_map == "auto" else 1
     stages = {"training": draft * (4 + size if recipe.use_peft else TRAINED_BYTES) // shards}
-    if not recipe.served:
+    if decoded_here:
         held = parameters(target) * size
         stages["evaluating"] = held // spread + draft * size
         if answers_here:

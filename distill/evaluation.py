@@ -37,7 +37,7 @@ def evaluate(
     """Write and return the report (`report/`), with `provenance.json` and the draft's model card.
 
     load: returns the target; None: nothing is measured, and the result is None. It is also None if
-    the target is behind a server: then the commands that serve and measure the draft are printed.
+    the target is not decoded here: then the commands that measure the draft are printed.
     """
     folder = recipe.folder
     refuse_damaged(folder / "draft")  # which is not measured if there is a trimmed checkpoint
@@ -45,6 +45,12 @@ def evaluate(
     report = None
     if load is not None and recipe.served:
         print_commands(recipe)
+    elif load is not None and not pair.decoded_here:
+        measure = ["python", "-m", "eval.run", "--run", str(folder), "--engine", "vllm"]
+        print(
+            "\nThe draft is complete, not measured, because only an engine computes this target:"
+            f"\n\n    {shlex.join(measure)}"
+        )
     elif load is not None:
         report = _measured_here(recipe, pair, prompts, load(), clock, made_by)
     write_json(folder / "provenance.json", made_by)

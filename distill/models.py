@@ -21,6 +21,7 @@ from align.sources import (
     load_config,
     load_model,
     opened_weights,
+    quantisation,
     read_json,
     refuse_quantised,
     resolve_checkpoint,
@@ -31,7 +32,8 @@ from align.transplant import resized, transplant
 from align.trim import byte_units, choose_tokens
 from align.vocab_map import VocabMap, build_map
 from align.vocabulary import Vocabulary, mask_token, read_vocabulary
-from distill.drafters.kind import DraftKind
+from distill.drafters.kind import DraftKind, TargetEnds
+from distill.drafters.pruned import pruned_config
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe, build_recipe
 from eval.decoding.build import longest_context, refuse_undecodable
@@ -45,8 +47,9 @@ class Pair:
     """The vocabularies of target and draft, and how they are mapped (align/check.py).
 
     Without a sibling `draft` is `target`. vocab_map: None if the strategy needs no map. layers: the
-    target's hidden states that the draft reads; empty for most kinds. mask: the id of the draft's
-    mask; None for kinds without a mask.
+    target's hidden states that the draft reads; empty for most kinds. fit_layers: those that only
+    its initialisation reads. mask: the id of the draft's mask; None for kinds without a mask.
+    decoded_here: whether the reference decoder computes the target in this process.
     """
 
     target: Vocabulary
@@ -55,13 +58,15 @@ class Pair:
     strategy: Strategy
     vocab_map: VocabMap | None
     layers: tuple[int, ...]
+    fit_layers: tuple[int, ...]
     mask: int | None
+    decoded_here: bool
 
     def target_embedding(self, dtype: torch.dtype) -> Tensor:
         """The target's input embedding [V, H], on the CPU, memory-mapped from its file.
 
         Pages that are read stay in memory. The check of the embedding's hash reads all pages, so
-        call this again for an embedding that stays.
+        call this again for an embedding that stays. Raises UserError for a quantised embedding.
         """
         embedding = self._target_tensor("embed_tokens.weight", dtype)
         assert embedding is not None  # all types of DraftKind.targets have this tensor
@@ -70,15 +75,32 @@ class Pair:
     def target_head(self, dtype: torch.dtype) -> Tensor:
         """The target's LM head [V, H], like its embedding, which is also its head if it is tied."""
         head = self._target_tensor("lm_head.weight", dtype)
+        if head is None and not load_config(self.target.spec).get_text_config().tie_word_embeddings:
+            raise UserError(_quantised_end(self.target.spec, "lm_head"))
         return self.target_embedding(dtype) if head is None else head
 
     def _target_tensor(self, ending: str, dtype: torch.dtype) -> Tensor | None:
-        for path in weight_files(resolve_checkpoint(self.target.spec)):
+        for path in weight_files(self.target.folder):
             with opened_weights(path) as file:
                 names = [n for n in file.keys() if n.endswith(ending)]  # noqa: SIM118
                 if names := [n for n in names if ".layers." not in n]:  # else of an MTP head
-                    return file.get_tensor(names[0]).to(dtype)
+                    tensor = file.get_tensor(names[0])
+                    if not is_plain(tensor):
+                        raise UserError(_quantised_end(self.target.spec, names[0]))
+                    return tensor.to(dtype)
         return None
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a checkpoint's tensor has numbers that need no scale."""
+    return tensor.is_floating_point() and tensor.dtype.itemsize > 1
+
+
+def _quantised_end(spec: str, name: str) -> str:
+    return (
+        f"The tensor {name} of {spec!r} is quantised, and a draft reads it; use a checkpoint whose "
+        "embedding and LM head are not quantised, or name a sibling with draft."
+    )
 
 
 def check_models(recipe: Recipe) -> Pair:
@@ -93,13 +115,14 @@ def check_models(recipe: Recipe) -> Pair:
             "the whole target on the same GPUs; start one (accelerate launch --num_processes 1), "
             "or use a server (answers: server)."
         )
-    served, fetch = recipe.served, not recipe.dry_run
-    target = read_vocabulary(recipe.target, weights=fetch and not served)
+    served, fetch, started = recipe.served, not recipe.dry_run, recipe.answers == "vllm"
+    target = read_vocabulary(recipe.target, fetch and not served, quantised=started)
     draft = target if recipe.sibling is None else read_vocabulary(recipe.sibling, weights=fetch)
     published = None  # config.json of a published draft that the recipe starts from
     if recipe.draft is not None and recipe.sibling is None:
         published = read_json(resolve_checkpoint(recipe.draft, weights=fetch) / "config.json")
-    if not served:  # else neither is decoded here
+    decoded_here = not (served or (started and (quantisation(target.folder) or too_large(recipe))))
+    if decoded_here:
         refuse_quantised(recipe.target, target.folder)
         for spec in filter(None, (recipe.target, recipe.sibling)):
             refuse_undecodable(load_config(spec))
@@ -114,17 +137,48 @@ def check_models(recipe: Recipe) -> Pair:
             "target's vocabulary; lower it."
         )
     if recipe.sibling is None:
+        if not (decoded_here or recipe.kind.served_states):
+            raise UserError(
+                f"{recipe.target!r} is quantised or too large to be decoded here, but drafter "
+                f"{recipe.kind_name!r} is made from its layers; use eagle3, medusa or dflash, or "
+                "name a sibling with draft."
+            )
         keeps_layers = recipe.kind.language_model
         num_layers = recipe.num_draft_layers if keeps_layers else 0
         check_prunable(target.config, num_layers, recipe.kind.targets)
         if recipe.draft_vocab_size is not None:
             mass = torch.zeros(target.vocab_size)
             choose_tokens(mass, recipe.draft_vocab_size, forced_tokens(target))
-    for spec in filter(None, (None if served else recipe.target, recipe.sibling)):
+    for spec in filter(None, (recipe.target if decoded_here else None, recipe.sibling)):
         if weights_cached(spec):
             load_model(spec, torch.float32, "meta")
     layers = recipe.kind.target_layers(target.config, published)
-    return Pair(target, draft, verdict, strategy, vocab_map, layers, mask)
+    fit_layers = recipe.kind.fit_layers(target.config) if recipe.draft is None else ()
+    about = verdict, strategy, vocab_map, layers, fit_layers, mask, decoded_here
+    pair = Pair(target, draft, *about)
+    if layers and not decoded_here and weights_cached(recipe.target):
+        pair.target_head(getattr(torch, recipe.dtype))  # refused before outputs are generated
+    return pair
+
+
+def target_ends(pair: Pair, dtype: torch.dtype, device: str) -> TargetEnds:
+    """What feature drafts read of the target, from its checkpoint by name, on that device."""
+    config = load_config(pair.target.spec)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(pruned_config(config, 1), dtype=dtype)
+    read = {
+        "model.embed_tokens.weight": pair.target_embedding(dtype),
+        "lm_head.weight": pair.target_head(dtype),
+    }
+    wanted = model.state_dict().keys() - read.keys()
+    for path in weight_files(pair.target.folder):
+        with opened_weights(path) as file:
+            tensors = {name: file.get_tensor(name) for name in wanted & set(file.keys())}
+        read |= {name: tensor.to(dtype) for name, tensor in tensors.items() if is_plain(tensor)}
+    on_device = {name: tensor.to(device) for name, tensor in read.items()}
+    model.load_state_dict(on_device, strict=False, assign=True)
+    model.config = config
+    return TargetEnds(pair.target.spec, model)
 
 
 def with_published_kind(recipe: Recipe) -> Recipe:
@@ -203,15 +257,22 @@ def target_loader(recipe: Recipe, prompts: Prompts) -> functools._lru_cache_wrap
                 f"output take {needed}; lower max_prompt_length, "
                 "max_new_tokens or answer_max_new_tokens, or name another draft."
             )
-    if not recipe.served and device == "cuda":  # a vLLM may answer, but not evaluate
-        size = parameters(load_config(recipe.target).get_text_config()) * dtype.itemsize
-        if size > (total := torch.cuda.mem_get_info()[1]):
-            raise UserError(
-                f"{recipe.target!r} takes {size / 2**30:.0f} GiB, but a GPU here has "
-                f"{total / 2**30:.0f}. Spread it over several (accelerate launch --num_processes 1 "
-                "… --device_map auto), or use a server (answers: server)."
-            )
+    if not recipe.served and recipe.answers != "vllm" and (sizes := too_large(recipe)):
+        raise UserError(
+            f"{recipe.target!r} {sizes}. Spread it over several (accelerate launch --num_processes "
+            "1 … --device_map auto), or let an engine compute it (answers: vllm or server)."
+        )
     return functools.cache(lambda: load_target(recipe.target, dtype, device, needed))
+
+
+def too_large(recipe: Recipe) -> str:
+    """The sizes of target and GPU, if the target is for one GPU and larger than it; else ""."""
+    if target_device(recipe) != "cuda":
+        return ""
+    count, dtype = parameters(load_config(recipe.target).get_text_config()), recipe.dtype
+    size, total = count * getattr(torch, dtype).itemsize, torch.cuda.mem_get_info()[1]
+    sizes = f"takes {size / 2**30:.0f} GiB, but a GPU here has {total / 2**30:.0f}"
+    return sizes if size > total else ""
 
 
 def parameters(config: PreTrainedConfig) -> int:

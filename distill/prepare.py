@@ -17,7 +17,7 @@ from torch import Tensor
 from align.files import atomic_folder
 from align.sources import opened_weights, resolve_checkpoint
 from align.trim import choose_tokens, coverage_curve, lost_mass
-from distill.drafters.kind import Draft, Origin
+from distill.drafters.kind import Draft, Origin, TargetEnds
 from distill.models import Pair, forced_tokens, load_sibling
 from distill.recipe import Recipe
 from distill.teacher.states import states_of
@@ -30,7 +30,7 @@ FULL_HEAD = "full_head.safetensors"
 
 
 def prepare_draft(
-    recipe: Recipe, pair: Pair, load: Callable[[], Target], answers: Answers
+    recipe: Recipe, pair: Pair, load: Callable[[], Target | TargetEnds], answers: Answers
 ) -> Draft:
     """The base draft. A draft made from the target is written to `prepared/` and read from there.
 
@@ -45,7 +45,9 @@ def prepare_draft(
     return read_prepared(recipe, pair)
 
 
-def _write_base(recipe: Recipe, pair: Pair, target: Target, answers: Answers, folder: Path) -> None:
+def _write_base(
+    recipe: Recipe, pair: Pair, target: Target | TargetEnds, answers: Answers, folder: Path
+) -> None:
     """Write a base draft made from the target into the folder; print what it is."""
     mass = domain_mass(answers, pair.target.vocab_size)
     ids = None
@@ -65,14 +67,18 @@ def _write_base(recipe: Recipe, pair: Pair, target: Target, answers: Answers, fo
 
 
 def _initialised(
-    recipe: Recipe, pair: Pair, target: Target, token_ids: Tensor | None, answers: Answers | None
+    recipe: Recipe,
+    pair: Pair,
+    target: Target | TargetEnds,
+    token_ids: Tensor | None,
+    answers: Answers | None,
 ) -> Draft:
     """The kind's base draft, fitted to the first outputs; without outputs it is not fitted."""
     return recipe.kind.initialise(
         Origin(
             target,
             token_ids,
-            [] if answers is None else list(until(answers, recipe.fit_tokens)),
+            [] if answers is None else list(fitted(recipe, answers)),
             recipe.num_draft_layers,
             recipe.max_gamma,
             pair.layers,
@@ -80,6 +86,7 @@ def _initialised(
             None if recipe.draft is None else resolve_checkpoint(recipe.draft),
             None if answers is None else states_of(answers.store, pair.layers),
             recipe.ttt_steps,
+            None if answers is None else states_of(answers.store, pair.fit_layers),
         )
     )
 
@@ -139,6 +146,12 @@ def domain_mass(answers: Iterable[CachedAnswer], vocab_size: int) -> Tensor:
         p = answer.top_logprobs.double().exp()
         mass.index_add_(0, answer.top_ids.flatten(), p.flatten())
     return mass
+
+
+def fitted(recipe: Recipe, answers: Answers) -> Answers:
+    """The outputs of the least-squares initialisation: the first ones."""
+    count = len(list(until(answers, recipe.fit_tokens)))
+    return Answers(answers.store, answers.names[:count])
 
 
 def until(answers: Iterable[CachedAnswer], tokens: int) -> Iterator[CachedAnswer]:

@@ -428,6 +428,6 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
     yield (
         served and recipe.sibling is None,
         "answer_url drafter draft",
-        "this drafter is made from the target's weights, but a server has the target; name a "
-        "sibling with draft, or leave answer_url out",
+        "this drafter reads the target's weights or hidden states, and a server sends neither; "
+        "name a sibling with draft, or set answers to vllm without answer_url, which runs here",
     )

@@ -29,12 +29,13 @@ from distill.dry_run import dry_run
 from distill.evaluation import evaluate
 from distill.export import export_draft
 from distill.models import check_models, target_loader, with_published_kind
-from distill.prepare import prepare_draft, print_coverage
+from distill.prepare import fitted, prepare_draft, print_coverage
 from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe, load_recipe
 from distill.run_folder import claim_folder, delete_training_state, refuse_another_run
 from distill.teacher.answers import USED, AnsweringTarget, note_used, to_answer
 from distill.teacher.logged import REMEDY
+from distill.teacher.served_states import state_reader
 from distill.teacher.started_vllm import answering_target
 from distill.teacher.states import cache_states
 from distill.teacher.store import Answers
@@ -69,7 +70,7 @@ def run_stages(recipe: Recipe, clock: Clock, measured: bool) -> int:
     clock.stage("Check the pair, collect prompts")
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
-    load_target = target_loader(recipe, prompts)  # not called with `answers: server`
+    load_target = target_loader(recipe, prompts)  # called only if `pair.decoded_here`
     draft_exists = from_first((recipe.folder / "draft").exists()) and not recipe.coverage_curve
     target = None if draft_exists else answering_target(recipe, pair, prompts, load_target)
     if main_process:
@@ -94,15 +95,18 @@ def run_stages(recipe: Recipe, clock: Clock, measured: bool) -> int:
         if main_process:
             note_used(recipe.folder, pair.target, answers)
         texts = Answers(target.store, answers.names + held_out.names)
-        cache_states(texts, pair.layers, load_target)
+        with state_reader(recipe, pair, target, load_target) as reader:
+            cache_states(texts, pair.layers, reader)
+            cache_states(fitted(recipe, answers), pair.fit_layers, reader)
         clock.stage("Prepare the base draft")
         # the first process prepares; the others wait, then read the result from disk
         if not main_process:
             wait_on_host()
-        prepared = prepare_draft(recipe, pair, load_target, answers)
+        prepared = prepare_draft(recipe, pair, reader.load, answers)
         if main_process:
             wait_on_host()
         load_target.cache_clear()  # the target is not in memory while the draft is trained
+        del reader
         free_memory()
         clock.stage("Distil the draft")
         distilled = distil_draft(recipe, pair, prepared, answers, held_out, clock)
@@ -123,7 +127,7 @@ def run_stages(recipe: Recipe, clock: Clock, measured: bool) -> int:
     print(f"\nDraft: {recipe.folder / 'draft'}")
     if report is not None:
         print(f"Report: {recipe.folder / 'report' / 'report.html'}")
-    if report is not None and not recipe.served:  # the demo decodes with the target itself
+    if report is not None and pair.decoded_here:  # the demo decodes with the target itself
         print(f"Demo: {shlex.join(['python', '-m', 'eval.demo', str(recipe.folder)])}")
     return 0
 

@@ -314,9 +314,9 @@ def started(kind, whole, fitted):
     layers = kind.target_layers(SHAPE.to_dict())
     states, ids = torch.zeros((14, len(layers), H), dtype=torch.bfloat16), torch.zeros(K).long()
     read = (lambda answer: states) if fitted and layers else None
-    return kind.initialise(
-        Origin(whole, ids, list(answers()) if fitted else [], 1, 3, layers, 0, None, read)
-    )
+    last = None if read is None else lambda answer: states[:, -1:]
+    texts = list(answers()) if fitted else []
+    return kind.initialise(Origin(whole, ids, texts, 1, 3, layers, 0, None, read, 3, last))
 
 
 def starting(kind):

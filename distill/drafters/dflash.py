@@ -47,6 +47,7 @@ ANCHORS = 0.25  # share of the response positions that are anchors in a training
 
 class DFlash(DraftKind):
     has_mask = True
+    served_states = True
 
     def target_layers(self, target: Config, published: Config | None = None) -> tuple[int, ...]:
         return dflash.target_layers(target, published)
@@ -55,7 +56,7 @@ class DFlash(DraftKind):
     def initialise(self, origin: Origin) -> Draft:
         """A draft with random weights, as published drafts start; or a published draft."""
         target, token_ids = origin.target, origin.token_ids
-        embedding = target.decoder.embedding
+        embedding = origin.embedding
         if origin.published is None:
             model = random_draft(origin)
         else:

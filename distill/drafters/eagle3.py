@@ -34,7 +34,6 @@ from distill.drafters.initialisation import (
     usual_sizes,
 )
 from distill.drafters.kind import Draft, DraftKind, Origin
-from distill.teacher.states import read_states
 from eval.decoding.drafters import eagle3
 from eval.decoding.drafters.eagle3 import (
     EMBEDDING,
@@ -53,11 +52,15 @@ RIDGE = 1e-2  # ridge of the fit: its tokens alone determine maps from many stat
 
 class Eagle3(DraftKind):
     fitted_weights = ("lm_head", "model.fc.")
+    served_states = True
 
     def target_layers(
         self, target: Mapping[str, Any], published: Mapping[str, Any] | None = None
     ) -> tuple[int, ...]:
         return eagle3.target_layers(target, published)
+
+    def fit_layers(self, target: Mapping[str, Any]) -> tuple[int, ...]:
+        return (target["num_hidden_layers"],)
 
     @torch.no_grad()
     def initialise(self, origin: Origin) -> Draft:
@@ -66,12 +69,10 @@ class Eagle3(DraftKind):
             model = from_target(target.model, origin.layers, origin.head())
         else:
             config = target.model.config.get_text_config()
-            model, token_ids = eagle3.load_eagle3(
-                origin.published, target.decoder.embedding, config
-            )
+            model, token_ids = eagle3.load_eagle3(origin.published, origin.embedding, config)
             if model.config.norm_before_fc or model.config.fc_norm:
                 sizes = torch.ones_like(sizes)  # the norms read the states as they are
-        model = to_train(model, sizes, target.decoder.embedding)
+        model = to_train(model, sizes, origin.embedding)
         if origin.published is None and origin.texts:
             fit(model, origin)
         model.ttt_steps = origin.ttt_steps
@@ -149,7 +150,8 @@ def as_speculators(shape: Mapping[str, Any], rows: int, layers: Sequence[int]) -
 def from_target(target: PreTrainedModel, layers: Sequence[int], head: Tensor) -> Any:
     """The draft in fp32 with weights that come from the target; the maps that `fit` sets are zero.
 
-    No weights are shared. `to_train` sets the embedding, which is empty here. head: [K, H].
+    No weights are shared. `to_train` sets the embedding, which is empty here. A weight is random if
+    the target's is empty (`TargetEnds`). head: [K, H].
     """
     embedding = input_embedding(target)
     shape = LlamaConfig(**shape_of(target.config.get_text_config()), num_hidden_layers=1)
@@ -162,12 +164,18 @@ def from_target(target: PreTrainedModel, layers: Sequence[int], head: Tensor) ->
     body.fc.weight.zero_()
     body.layers[0].hidden_norm.weight.fill_(1)
     size = model.config.hidden_size
+    generator = torch.Generator(embedding.device).manual_seed(0)
     weights = dict(target.named_parameters())
     for name, weight in body.named_parameters():
         if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
-            weight[:, :size] = weights[f"model.{name}"]
-        elif name.endswith(("gate_proj.weight", "up_proj.weight", "layernorm.weight")):
-            weight.copy_(weights[f"model.{name}"])
+            weight = weight[:, :size]
+        elif not name.endswith(("gate_proj.weight", "up_proj.weight", "layernorm.weight")):
+            continue
+        taken = weights[f"model.{name}"]
+        if taken.device.type == "meta":
+            weight.normal_(std=model.config.initializer_range, generator=generator)
+        else:
+            weight.copy_(taken)
     body.norm.weight.copy_(weights["model.norm.weight"])
     model.lm_head.weight.copy_(head)
     body.rotary_emb = type(body.rotary_emb)(model.config).to(embedding.device)
@@ -205,12 +213,12 @@ def _fitted_states(model: Any, origin: Origin) -> Iterator[tuple[Tensor, Tensor,
     """
     body: Any = model.base_model
     target: Any = origin.target.model
-    last, depth = target.model.norm, target.config.get_text_config().num_hidden_layers
+    last = target.model.norm.weight.float().to(model.device)
     assert origin.states is not None
+    assert origin.fit_states is not None
     for text in origin.texts:
         ids = text.text[None, :-1].to(model.device)
-        (final,) = read_states(origin.target.decoder, text.text, (depth,))
-        goal = (final.float() / last.weight.float().to(final.device))[1:].to(model.device)
+        goal = origin.fit_states(text)[1:, 0].to(model.device).float() / last
         before = scaled(model, origin.states(text)[None, :-1].to(model.device))
         read, _ = first_input(model, body.embed_tokens(ids[:, 1:]), body.fc(before))
         attended = DraftAttention(model, 0, read.shape[1]).attend(read)

@@ -21,9 +21,21 @@ from transformers import PreTrainedModel
 from distill import drafters
 from distill.drafters.batch import HeadInput, TrainingBatch
 from distill.teacher.store import CachedAnswer
+from eval.decoding.forward import input_embedding
 from eval.decoding.target import Target
 
 Config = Mapping[str, Any]  # the content of a config.json
+
+
+class TargetEnds(NamedTuple):
+    """What drafts read of a target that only an engine can compute.
+
+    model: the target's config; its embedding, final norm and LM head; and of its layers the first.
+    A weight that the checkpoint has only quantised is empty (on the device `meta`).
+    """
+
+    spec: str
+    model: PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -32,13 +44,14 @@ class Origin:
 
     token_ids: target ids of a trimmed head [K]; None for a head over all of V. texts: outputs for
     the least-squares initialisation; without texts there is none. layers: the target's states that
-    the draft reads; `states` returns them at all tokens of a text but the last [P + R - 1, L, H].
+    the draft reads; `states` returns them at all tokens of a text but the last [P + R - 1, L, H],
+    and `fit_states` those of `DraftKind.fit_layers`.
     mask: the id of the draft's mask token, for kinds that have one. published: the folder of a
     draft of this kind, whose weights and head are taken instead. ttt_steps: steps of a draft that
     are trained together, for kinds that read their own states.
     """
 
-    target: Target
+    target: Target | TargetEnds
     token_ids: Tensor | None
     texts: Sequence[CachedAnswer]
     num_layers: int
@@ -48,6 +61,12 @@ class Origin:
     published: Path | None = None
     states: Callable[[CachedAnswer], Tensor] | None = None
     ttt_steps: int = 3
+    fit_states: Callable[[CachedAnswer], Tensor] | None = None
+
+    @property
+    def embedding(self) -> Tensor:
+        """The target's input embedding [V, H]."""
+        return input_embedding(self.target.model)
 
     def head(self) -> Tensor:
         """The target's LM head, cut to the vocabulary entries of `token_ids` [K, H]."""
@@ -79,7 +98,8 @@ class DraftKind:
     reads a token that occurs in no text (`Origin.mask`). added_modules: names of the modules that
     are added to a language model and are trained in full with LoRA, too. targets: types of the
     targets that a draft is made from. trained: whether the target's checkpoint has a trained base
-    draft. unused: keys of a recipe that must have no value.
+    draft. unused: keys of a recipe that must have no value. served_states: whether the target's
+    states may come from a vLLM (served_states.py), which computes quantised and large targets.
     """
 
     made_from: tuple[Literal["target", "sibling"], ...] = ("target",)
@@ -90,6 +110,7 @@ class DraftKind:
     targets: tuple[str, ...] = ("llama", "qwen2", "qwen3", "mistral")
     trained = False
     unused: tuple[str, ...] = ()
+    served_states = False
 
     @property
     def name(self) -> str:
@@ -101,6 +122,10 @@ class DraftKind:
 
         target: the target's config. published: config.json of a published draft.
         """
+        return ()
+
+    def fit_layers(self, target: Config) -> tuple[int, ...]:
+        """The target's hidden states that only the least-squares initialisation reads."""
         return ()
 
     def initialise(self, origin: Origin) -> Draft:

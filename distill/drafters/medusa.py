@@ -34,6 +34,7 @@ DEEPER = 0.5  # probability that a position which trains head d trains head d + 
 
 class Medusa(DraftKind):
     fitted_weights = ("blocks", "lm_head")
+    served_states = True
 
     def target_layers(self, target: Config, published: Config | None = None) -> tuple[int, ...]:
         return (target["num_hidden_layers"],)
@@ -43,7 +44,7 @@ class Medusa(DraftKind):
         """Heads equal to the target's head, then fitted, in fp32; or published heads."""
         if origin.published is not None:
             config = origin.target.model.config.get_text_config()
-            return Draft(*load_heads(origin.published, origin.target.decoder.embedding, config))
+            return Draft(*load_heads(origin.published, origin.embedding, config))
         head = origin.head()
         model = MedusaModel(
             MedusaConfig(

@@ -54,7 +54,7 @@ class Mtp(DraftKind):
         target = origin.target
         folder = origin.published or resolve_checkpoint(target.spec)
         config = target.model.config.get_text_config()
-        embedding = target.decoder.embedding
+        embedding = origin.embedding
         return Draft(to_train(load_mtp(folder, embedding, origin.head(), config), embedding))
 
     def save(self, folder: Path, draft: Draft, embedding: Tensor, target: str) -> None:

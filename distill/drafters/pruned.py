@@ -38,6 +38,7 @@ class Pruned(DraftKind):
         """A least-squares map leads from the RMS-normalised state after the last kept layer to the
         state that the target's head reads. It is multiplied into the head, so it costs no time.
         """
+        assert isinstance(origin.target, Target)  # `check_models` refuses others
         target_head = origin.target.model.get_output_embeddings()
         if target_head.bias is not None:
             raise UserError(

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from accelerate import PartialState
 
 from align.machine import from_first
-from align.sources import resolve_checkpoint
 from distill.models import Pair, target_device
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe
@@ -89,13 +88,15 @@ class StartedVllm(ServedTarget):
             self._start()
         return super().made(missing, taught)
 
-    def _start(self) -> None:
+    def arguments(self) -> list[str]:
+        """vLLM's arguments for this target, long enough for each prompt with its output."""
         positions = max(map(len, self.prompts)) + self.settings.decoding.max_new_tokens
         arguments = ["--dtype", self.dtype, "--max-model-len", str(positions)]
-        arguments += ["--max-logprobs", str(max(LOGPROBS, self.settings.top_k))]
-        folder = resolve_checkpoint(self.target.spec)
-        arguments += gpu_arguments(folder) or ON_CPU
+        return arguments + (gpu_arguments(self.target.folder) or ON_CPU)
+
+    def _start(self) -> None:
+        arguments = ["--max-logprobs", str(max(LOGPROBS, self.settings.top_k)), *self.arguments()]
         print(f"starting vLLM with {' '.join(arguments)}", flush=True)
-        url = self.stack.enter_context(serve_vllm(folder, *arguments))
+        url = self.stack.enter_context(serve_vllm(self.target.folder, *arguments))
         self.running = open_server(url, None, self.settings)
         self._check_server()

@@ -1,20 +1,23 @@
 """The target's hidden states at its outputs, for drafts that read them.
 
-They are stored while outputs are generated (distill/teacher/answers.py). An output that was stored
-without them is read in one teacher-forced pass. Legend: P prompt tokens, R response tokens, L
-layers, H hidden size.
+The target in this process stores them while it generates (distill/teacher/answers.py). An output
+without them is read in one teacher-forced pass, here or in a vLLM (served_states.py). Legend: P
+prompt tokens, R response tokens, T all tokens of a text, L layers, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 from accelerate import PartialState
 from torch import Tensor
 from tqdm import tqdm
 
-from distill.teacher.answers import ANSWERS_PER_SHARD
+from distill.drafters.kind import TargetEnds
+from distill.teacher.answers import ANSWERS_PER_SHARD, Answerer
 from distill.teacher.store import Answers, CachedAnswer, Store, name_of
 from eval.decoding.forward import Decoder, HiddenStates, in_pieces
 from eval.decoding.target import Target
@@ -43,11 +46,38 @@ def read_states(decoder: Decoder, ids: Tensor, layers: Sequence[int]) -> list[Te
     return [state[0] for state in states.values() if state is not None]
 
 
-@torch.inference_mode()
-def cache_states(answers: Answers, layers: Sequence[int], load: Callable[[], Target]) -> None:
+class StateReader(Protocol):
+    """What computes hidden states. by: the name under which the store counts them."""
+
+    by: ClassVar[Answerer]
+
+    def load(self) -> Target | TargetEnds:
+        """What a base draft is made from."""
+        ...
+
+    def read(self, texts: Sequence[Tensor], layers: Sequence[int]) -> Iterator[Tensor]:
+        """The states [T - 1, L, H] of each text, in bf16 on the CPU."""
+        ...
+
+
+@dataclass
+class LocalStates:
+    """The target in this process, and in every other one."""
+
+    by: ClassVar[Answerer] = "local"
+    load: Callable[[], Target]
+
+    @torch.inference_mode()
+    def read(self, texts: Sequence[Tensor], layers: Sequence[int]) -> Iterator[Tensor]:
+        for text in texts:
+            states = read_states(self.load().decoder, text, layers)
+            yield torch.stack([state.to(torch.bfloat16).cpu() for state in states], 1)
+
+
+def cache_states(answers: Answers, layers: Sequence[int], reader: StateReader) -> None:
     """Compute and store the missing states of these outputs.
 
-    All processes must call it; each computes its share. load: returns the target.
+    All processes must call it. Each computes its share, or the first process asks a server for all.
     """
     if not layers:
         return
@@ -57,14 +87,12 @@ def cache_states(answers: Answers, layers: Sequence[int], load: Callable[[], Tar
     shards = [
         missing[at : at + ANSWERS_PER_SHARD] for at in range(0, len(missing), ANSWERS_PER_SHARD)
     ]
-    share = shards[state.process_index :: state.num_processes]
+    readers = state.num_processes if reader.by == "local" else 1
+    share = shards[state.process_index :: readers] if state.process_index < readers else []
     for shard in tqdm(share, "target states", unit="shard", disable=not state.is_main_process):
-        records = {}
-        for i in shard:
-            states = read_states(load().decoder, answers[i].text, layers)
-            stored = [state.to(torch.bfloat16).cpu() for state in states]
-            records[names[i]] = {"states": torch.stack(stored, 1)}
-        store.append(records, "local")
+        read = reader.read([answers[i].text for i in shard], layers)
+        records = {names[i]: {"states": states} for i, states in zip(shard, read, strict=True)}
+        store.append(records, reader.by)
     store.wait_for(names)
     if state.is_main_process:
         size = store.bytes_on_disk() / 2**20

