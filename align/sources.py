@@ -572,6 +572,13 @@ def gguf_kind(spec: str) -> str | None:
     return LlamaFileType(field.contents()).name.removeprefix("MOSTLY_").removeprefix("ALL_")
 
 
+def gguf_value(spec: str, key: str) -> Any:
+    """The value of a key in a GGUF file's header, or None. ARCH in a key: the architecture."""
+    fields = gguf_reader(resolve_file(spec)).fields
+    field = fields.get(key.replace("ARCH", str(fields["general.architecture"].contents())))
+    return None if field is None else field.contents()
+
+
 def on_hub(spec: str) -> bool:
     """True if a spec has the form of a Hub id and is not a local file or folder."""
     return not Path(spec).expanduser().exists() and _HUB_ID.fullmatch(spec) is not None

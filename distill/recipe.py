@@ -41,6 +41,7 @@ class RecipeError(UserError):
 
 Strategy = Literal["auto", "direct", "padded", "remap", "transplant"]
 Answerer = Literal["auto", "local", "vllm", "server", "logged"]
+WITHOUT_PROMPTS = ("vllm", "server", "logged")  # sources without distributions within prompts
 Schedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt"]
 Text = Annotated[str, Field(min_length=1)]
 HubId = Annotated[str, Field(pattern=r"^\w[\w.-]*/[\w.-]+$")]
@@ -217,6 +218,8 @@ def load_recipe(argv: list[str]) -> Recipe:
     values = {"name": path.stem} | read_yaml(path)
     if "target" in overrides:  # the id is that of the recipe's target
         values.pop("target_hub_id", None)
+    if overrides.get("answers") in WITHOUT_PROMPTS:  # the recipe's value is for its own answers
+        values.pop("train_on_prompts", None)
     for key, text in overrides.items():
         values[key] = _from_command_line(key, text)
     return build_recipe(values)
@@ -406,7 +409,7 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
         "this drafter cannot use these keys; leave them out",
     )
     yield (
-        recipe.answers in ("vllm", "server", "logged") and recipe.train_on_prompts,
+        recipe.answers in WITHOUT_PROMPTS and recipe.train_on_prompts,
         "train_on_prompts answers",
         "distributions within prompts are neither requested from servers nor read with logged "
         "outputs; set train_on_prompts to false",

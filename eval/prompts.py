@@ -549,11 +549,7 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
                 f"Prompt {prompt.id!r} has `tools`, but it is completed raw; give `messages`."
             )
         return list(tokenizer(prompt.prompt)["input_ids"])
-    if tokenizer.chat_template is None:
-        raise PromptError(
-            f"Prompt {prompt.id!r} has `messages`, but the target's tokenizer has no chat "
-            "template; give `prompt` instead, or a target with a template."
-        )
+    refuse_without_template(prompt, tokenizer.chat_template)
     _refuse_unread(prompt, tokenizer.get_chat_template(tools=prompt.tools))
     turns = prompt.messages
     try:
@@ -575,6 +571,15 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
                 f"{turn['role']!r}; use a role that the template knows, or remove the turn."
             )
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def refuse_without_template(prompt: Prompt, chat_template: object) -> None:
+    """Raise PromptError for `messages` if the target has no chat template."""
+    if prompt.messages is not None and chat_template is None:
+        raise PromptError(
+            f"Prompt {prompt.id!r} has `messages`, but the target's tokenizer has no chat "
+            "template; give `prompt` instead, or a target with a template."
+        )
 
 
 def _rendered(
@@ -626,6 +631,14 @@ def chat_request(prompt: Prompt) -> dict[str, Any]:
         if value := getattr(prompt, name):
             request[name] = value
     return request
+
+
+def json_schema(prompt: Prompt) -> dict[str, Any] | None:
+    """The schema of the JSON that `response_format` asks for; {}: any JSON; None: any text."""
+    form = prompt.response_format or {}
+    if form.get("type") not in ("json_schema", "json_object"):
+        return None
+    return dict(form.get("json_schema", {}).get("schema", {}))
 
 
 def refuse_server_only(prompts: Iterable[Prompt]) -> None:

@@ -6,7 +6,7 @@
     python -m eval.run --target T --draft lookup-first:D …            n-grams, then draft D
     python -m eval.run --run DIR                                      the drafts of a training run
     python -m eval.run --engine vllm --gamma 4 --target T --draft D --prompts P
-    python -m eval.run --engine vllm --base_url URL --baseline_url URL --prompts P
+    python -m eval.run --base_url URL --baseline_url URL --prompts P   running servers, also SGLang
     python -m eval.run --engine vllm … --concurrency 1,4,8            at steady loads
     python -m eval.run --engine llama.cpp …                           as vllm, in llama-server
     python -m eval.run --engine transformers --gamma 3 --target T --draft D --prompts P
@@ -42,18 +42,25 @@ from align.check import Strategy
 from align.errors import UserError, masked
 from align.files import refuse_unwritable
 from align.machine import use_machine
-from align.sources import load_config, load_model, load_tokenizer, read_json
+from align.sources import (
+    SourceError,
+    gguf_value,
+    load_config,
+    load_model,
+    load_tokenizer,
+    read_json,
+)
 from eval.decoding.build import build_decoder, longest_context
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target, load_target, stop_tokens
 from eval.decoding.verification import SampleMethod, Sampling
 from eval.engines.comparison import Task
-from eval.engines.engine_server import Servers
+from eval.engines.engine_server import EngineServer, Servers
 from eval.engines.llama_cpp import LlamaServers
 from eval.engines.load import GOODPUT, Load
 from eval.engines.local_vllm import VllmServers
-from eval.engines.served import measure_servers, measure_started
+from eval.engines.served import client_of, measure_servers, measure_started
 from eval.engines.transformers_assisted import load_drafts, measure_assisted
 from eval.measuring.evaluation import Plan, context_length, evaluate
 from eval.measuring.intervals import FEWEST_CLUSTERS
@@ -65,6 +72,7 @@ from eval.prompts import (
     in_chat_form,
     load_prompts,
     refuse_server_only,
+    refuse_without_template,
     render_set,
 )
 from eval.reporting.build import build_report
@@ -72,6 +80,7 @@ from eval.reporting.fields import DraftReport, Report
 from eval.reporting.files import write_report
 from eval.reporting.text import print_summary
 
+TEMPLATE = 512  # most tokens that a chat template adds to a prompt
 SERVED: dict[str, type[Servers]] = {"vllm": VllmServers, "llama.cpp": LlamaServers}
 
 
@@ -111,7 +120,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--max_prompts", type=int, help="most prompts; the seed draws them")
     add("--speed_prompts", type=int, default=40, help="most prompts that are timed")
     add("--tuning_prompts", type=int, default=8, help="set aside to choose the draft length")
-    add("--engine", choices=["torch", "transformers", *SERVED], default="torch")
+    engines = ["torch", "transformers", *SERVED]
+    add("--engine", choices=engines, help="default: torch; a running server names its own")
     running = "a running server with a draft, repeatable; default: servers start here"
     add("--base_url", action="append", metavar="[NAME=]URL", help=running)
     add("--baseline_url", help="a running server of the same target without a draft")
@@ -139,7 +149,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         given = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args))))
         parser.set_defaults(**_of_run(args.run, given))
         args = parser.parse_args(argv)
-    args.served = args.engine in SERVED and bool(args.base_url or args.baseline_url)
+    args.served = bool(args.base_url or args.baseline_url)
+    if not (args.engine or args.served):
+        args.engine = "torch"
     args.loads = [Load(concurrency=n) for n in args.concurrency]
     args.loads += [Load(rate=rate) for rate in args.request_rate]
     args.draft_length = args.gamma[0] if args.gamma else None
@@ -150,30 +162,34 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def _refusals(args: argparse.Namespace) -> Iterator[str]:
     """The reasons why the options cannot be used together."""
-    engine, serves = args.engine, args.engine in SERVED
-    running = " and running servers" if args.served else ""
+    engine, serves = args.engine, args.served or args.engine in SERVED
+    measured = "a running server" if args.served else f"engine {engine}"
     if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
         yield f"one process measures, not {processes} at once; start it with python -m eval.run"
     applies = {
         "concurrency": serves,
         "request_rate": serves,
         "server_args": serves and not args.served,
-        "draft_sample_method": engine in ("torch", "vllm"),
+        "draft_sample_method": args.served or engine in ("torch", "vllm"),
         "strategy": engine == "torch" or args.run is not None,
         "max_prompt_length": not args.served or args.run is not None,
     }
     for option, applied in applies.items():
         if not applied and getattr(args, option) not in (None, [], "auto"):
-            yield f"--{option} has no effect with engine {engine}{running}; omit it"
+            yield f"--{option} has no effect with {measured}; omit it"
     if serves and args.long_prompts == "truncate_left":
-        yield f"engine {engine} renders whole prompts; give --long_prompts drop, or other --prompts"
+        yield f"{measured} renders whole prompts; give --long_prompts drop, or other --prompts"
     if len(args.gamma) > 1 and (args.served or not serves):
-        yield f"engine {engine}{running} takes one --gamma, not {args.gamma}"
+        yield f"{measured} takes one --gamma, not {args.gamma}"
     if args.goodput and not args.loads:
         yield "--goodput needs a load; give --concurrency or --request_rate"
     if args.served:
         if not (args.base_url and args.baseline_url and args.prompts):
             yield "running servers need --base_url, --baseline_url and --prompts"
+        if engine in ("torch", "transformers"):
+            yield f"--base_url has no effect with engine {engine}; omit one of them"
+        if args.instruction and not args.target:
+            yield "--instruction is for chat templates; give --target, whose tokenizer may have one"
         return
     if not (args.target and args.draft and args.prompts):
         yield "give --target, --draft and --prompts, or --run DIR"
@@ -289,6 +305,26 @@ def _prompt_sets(
     return drawn.after(aside), drawn.first(aside)
 
 
+def _prompts_of_gguf(args: argparse.Namespace, error: SourceError) -> PromptSet:
+    """The prompts for a GGUF target that only llama.cpp reads; it tokenizes them.
+
+    The token ids are zeros, one for each byte of a prompt and TEMPLATE more, because a prompt has
+    no more tokens. error: why the target cannot be read here; raised if it is no GGUF file.
+    """
+    try:
+        template = gguf_value(args.target, "tokenizer.chat_template")
+    except Exception:  # the parser of a broken file raises many types
+        raise error from None
+    if args.max_prompt_length is not None or args.long_prompts != "error":
+        raise UserError(f"{error} Without a tokenizer omit --max_prompt_length and --long_prompts.")
+    prompts = load_prompts(args.prompts, args.max_prompts, args.seed)
+    prompts = in_chat_form(prompts, args.instruction, template, args.chat_template_kwargs)
+    for prompt in prompts:
+        refuse_without_template(prompt, template)
+    ids = [[0] * (len(prompt.content.encode()) + TEMPLATE) for prompt in prompts]
+    return PromptSet(args.prompts, prompts, ids, args.overlap)
+
+
 def _named(text: str, default: str | None = None) -> tuple[str, str]:
     """Name and value of [NAME=]SPEC or [NAME=]URL. default: the name if none is given."""
     name, equals, value = text.partition("=")
@@ -353,8 +389,14 @@ def _measure_in_engine(args: argparse.Namespace, journal: Journal) -> Report:
     use_machine()
     if args.engine in SERVED:
         SERVED[args.engine].program()  # missing? before the target is read
-    tokenizer = load_tokenizer(args.target)
-    evaluation, _ = _prompt_sets(args, tokenizer, load_config(args.target))
+    try:
+        tokenizer, config = load_tokenizer(args.target), load_config(args.target)
+    except SourceError as error:
+        if args.engine != "llama.cpp":
+            raise
+        evaluation = _prompts_of_gguf(args, error)
+    else:
+        evaluation, _ = _prompt_sets(args, tokenizer, config)
     prompts = evaluation.drawn(args.speed_prompts, args.seed)  # the reference decoder's prompts
     drafts, made_by = _by_name(args.draft), _made_by(args)
     if args.engine in SERVED:
@@ -377,12 +419,13 @@ def _measure_in_engine(args: argparse.Namespace, journal: Journal) -> Report:
 
 def _measure_servers(args: argparse.Namespace, journal: Journal) -> Report:
     """The report of the servers at --base_url, compared with --baseline_url."""
+
+    def client(url: str) -> EngineServer:
+        return client_of(url, args.engine)(url)
+
     prompts = load_prompts(args.prompts, args.max_prompts or args.speed_prompts, args.seed)
-    # an instruction implies a model with a chat template; the server applies the template
-    prompts = in_chat_form(
-        prompts, args.instruction, chat_template=True, template_kwargs=args.chat_template_kwargs
-    )
-    client = SERVED[args.engine].client
+    template = load_tokenizer(args.target).chat_template if args.instruction else None
+    prompts = in_chat_form(prompts, args.instruction, template, args.chat_template_kwargs)
     asked = PromptSet(args.prompts, prompts, [], args.overlap)
     task = Task(asked, decoding_of(args), _made_by(args), args.loads, args.goodput, journal)
     return measure_servers(

@@ -1,4 +1,4 @@
-"""A vLLM or llama-server made up for tests: it records what it is asked with, and can fail."""
+"""A vLLM, llama-server or SGLang made up for tests: it records its requests, and can fail."""
 
 import json
 import threading
@@ -43,6 +43,9 @@ class FakeVllm(ThreadingHTTPServer):
         self.model = model or Constant()
         self.step, self.first, self.gamma = 1, 1, 3
         self.names, self.root, self.routes = ["org/target"], "/models/target", {"/tokenize"}
+        self.owner = "vllm"  # of its models; "sglang" also streams SGLang's own messages
+        self.version = "0.32.0"  # of vLLM
+        self.incremental = False  # whether these have only what is new
         self.max_logprobs, self.max_model_len = 1000, 4096
         self.token_ids = True  # whether a stream has them
         self.lost = 0  # tokens that a stream counts, but lacks
@@ -60,6 +63,7 @@ class FakeVllm(ThreadingHTTPServer):
         self.key = None  # what every request has to bring; a refusal repeats what it brought
         self.padding = 0  # characters before that
         self.location = None  # every request is redirected there
+        self.notice = None  # a text that answers every request
         self.__dict__.update(changes)
         self.requests, self.lock = [], threading.Lock()
         self.known = []  # ids in a llama-server's cache
@@ -117,12 +121,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = self.close_connection or cut
 
     def answered(self):
-        """Whether the request is redirected, or refused for its key."""
+        """Whether the request is redirected, refused for its key, or answered with a notice."""
         server, brought = self.server, self.headers["Authorization"]
         if server.location is not None:
             self.reply("", 302, [("Location", server.location + self.path)])
         elif server.key is not None and brought != f"Bearer {server.key}":
             self.reply("x" * server.padding + f"Unauthorized: {brought}", 401)
+        elif server.notice is not None:
+            self.reply(server.notice)
         else:
             return False
         return True
@@ -132,11 +138,14 @@ class _Handler(BaseHTTPRequestHandler):
         if self.answered():
             return
         if self.path == "/v1/models":
-            self.reply({"data": [{"id": name, "root": server.root} for name in server.names]})
+            about = {"root": server.root, "owned_by": server.owner}
+            self.reply({"data": [{"id": name, **about} for name in server.names]})
         elif self.path == "/health":
             self.reply({})
         elif self.path == "/version":
-            self.reply({"version": "0.32.0"})
+            self.reply({"version": server.version})
+        elif self.path == "/server_info" and server.owner == "sglang":
+            self.reply({"version": "0.5.21", "speculative_num_draft_tokens": server.gamma + 1})
         elif self.path == "/props":
             self.reply({"build_info": "b10434-abc"})
         elif self.path == "/metrics" and server.metrics:
@@ -164,7 +173,12 @@ class _Handler(BaseHTTPRequestHandler):
             return self.reply({"prompt": json.dumps(body["messages"])})
         if self.path == "/tokenize" and "content" in body:
             return self.reply({"tokens": server.model.ids({"prompt": body["content"]})})
-        if self.path == "/completion":
+        if self.path == "/tokenize" and server.owner == "sglang":
+            ids = server.model.ids(body)
+            return self.reply({"tokens": ids, "count": len(ids), "max_model_len": 4096})
+        if self.path == "/generate" and server.owner == "sglang":
+            body = {"max_tokens": body["sampling_params"]["max_new_tokens"], **body}
+        elif self.path == "/completion":
             ids, body = body["prompt"], {"max_tokens": body["n_predict"], "model": "", **body}
             known, server.known = (server.known if body["cache_prompt"] else []), ids
             body["wide"] = ids[:-1] != known[: len(ids) - 1]
@@ -172,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.reply({"error": "not found"}, 404)
         elif body["model"] not in server.names:
             return self.reply({"error": f"The model `{body['model']}` does not exist."}, 404)
-        prompt = body.get("prompt")
+        prompt = body.get("input_ids", body.get("prompt"))
         ids = prompt if isinstance(prompt, list) else server.model.ids(body)
         if self.path == "/tokenize":
             return self.reply({"tokens": ids})
@@ -196,6 +210,8 @@ class _Handler(BaseHTTPRequestHandler):
         tokens, rows, finish = server.model.write(ids, body)
         if self.path == "/completion":
             return self.complete_llama(ids, tokens, rows, finish, body)
+        if self.path == "/generate":
+            return self.complete_sglang(ids, tokens, rows, finish, body, fault == "cut")
         if body.get("stream"):
             return self.stream(ids, tokens, finish, "messages" in body, fault == "cut")
         choice = {"finish_reason": finish, "token_ids": tokens, "prompt_token_ids": ids}
@@ -243,6 +259,47 @@ class _Handler(BaseHTTPRequestHandler):
             | {"timings": {"predicted_ms": at}, "stop_type": {"length": "limit"}.get(finish, "eos")}
         )
         self.wfile.write(b"0\r\n\r\n")
+
+    def complete_sglang(self, ids, tokens, rows, finish, body, cut):
+        """As SGLang 0.5: a message has the output so far, the last one the request's counts."""
+        server, done, steps = self.server, 0, 0
+        about = {"prompt_tokens": len(ids), "cached_tokens": 0, "finish_reason": None}
+        if not body.get("stream"):
+            start = body["logprob_start_len"]
+            sides = []
+            if rows:
+                read = server.model.read(ids)[start:]
+                sides = [("output", tokens, rows), ("input", ids[start + 1 :], read)]
+            for side, said, told in sides:
+                own = [[row[token], token, None] for token, row in zip(said, told, strict=True)]
+                tops = [[[p, i, None] for i, p in row.items()] for row in told]
+                if side == "input":  # of its first token it has none
+                    own, tops = [[None, ids[start], None], *own], [None, *tops]
+                about |= {f"{side}_token_logprobs": own, f"{side}_top_logprobs": tops}
+            return self.reply({"text": "", "output_ids": tokens, "meta_info": about})
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        while done < len(tokens):
+            if done > 5 and (cut or server.responses > server.dies_after):
+                self.close_connection = True
+                return
+            step = min(server.step if done else server.first, len(tokens) - done)
+            steps += done > 0 and server.step > 1
+            new, done = slice(done if server.incremental else 0, done + step), done + step
+            about["completion_tokens"] = done
+            if done == len(tokens):
+                kind = {"length": {"type": "length", "length": done}}
+                about["finish_reason"] = kind.get(finish, {"type": "stop", "matched": tokens[-1]})
+                if steps:
+                    accepted = steps * (server.step - 1)
+                    about |= {"spec_verify_ct": steps, "spec_num_correct_drafts": accepted}
+                    about["spec_num_proposed_drafts"] = steps * server.gamma
+                    histogram = [*[0] * (server.step - 1), steps]
+                    about["spec_correct_drafts_histogram"] = histogram
+            text = "".join(map(chr, tokens[new]))
+            self.event({"text": text, "output_ids": tokens[new], "meta_info": about})
+        self.wfile.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
 
     def stream(self, ids, tokens, finish, chat, cut):
         """A chat sends the prompt's ids in a separate message, a completion with its first."""

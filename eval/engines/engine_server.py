@@ -2,6 +2,7 @@
 
 vLLM and llama-server have counters spec_decode_* at /metrics (docs.vllm.ai; llama.cpp's
 tools/server/README.md). An output's counts are their differences before and after its request.
+SGLang sends an output's counts with it.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar
 
 import torch
 
+from align.sources import load_config, resolve_checkpoint
+from eval.decoding.build import longest_context
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import SampleMethod
 from eval.engines.comparison import Engine, Output, PromptOutputs
 from eval.engines.counters import Series, between, read_series
-from eval.engines.divergences import Judge, explain
+from eval.engines.divergences import Judge, Logprobs, explain
 from eval.engines.server import AT_ONCE, Server, ServerError
 from eval.prompts import Prompt
 
@@ -27,12 +31,13 @@ from eval.prompts import Prompt
 class EngineServer(Server, Engine, Judge, ABC):
     """A server as an `Engine`. Methods raise ServerError if a request fails.
 
-    engine: its name in reports. version_at: path and key of its version. retries: of a request,
-    also of a stream that broke off; only the last try is timed and counted. A running server gets
-    more once it has answered.
+    engine: its name in reports. owner: `owned_by` of its models. version_at: path and key of its
+    version. retries: of a request, also of a stream that broke off; only the last try is timed and
+    counted. A running server gets more once it has answered.
     """
 
     engine: str
+    owner: str
     version_at: tuple[str, str]
     retries = AT_ONCE
 
@@ -56,8 +61,25 @@ class EngineServer(Server, Engine, Judge, ABC):
         outputs = plain.run.tokens, with_draft.greedy.run.tokens
         return explain(self, with_draft.reading, plain.prompt_ids, outputs, position)
 
+    def read(self, greedy: Output) -> Any:
+        """The log-probabilities of this server for its own output, or why there are none."""
+        try:
+            return self.read_wide(greedy.prompt_ids, greedy.run.tokens)
+        except ServerError as failure:
+            return str(failure)
+
+    def logprob(self, output: Output) -> float | str:
+        """As in `Engine`, at temperature 1."""
+        read = self.read(output)
+        if isinstance(read, str):
+            return read
+        return fmean(seen[token] for seen, token in zip(read, output.run.tokens, strict=True))
+
+    def read_from(self, prompt: list[int], output: list[int], at: int) -> list[Logprobs]:
+        return self.read_wide(prompt, output)
+
     def generate(self, prompt: Prompt, decoding: Decoding) -> Output:
-        """The output for one prompt without counts."""
+        """The output for one prompt, while the server may have other requests."""
         return self._patiently(lambda: self.streamed(prompt, decoding))
 
     def decode(self, prompt: Prompt, decoding: Decoding) -> Output:
@@ -125,6 +147,12 @@ class Servers(ABC):
     unreadable: dict[str, str] = field(init=False, default_factory=dict)
     device: torch.device = field(init=False)
     dtype: str = field(init=False)
+
+    @staticmethod
+    def longest(target: str) -> int:
+        """The target's context length in tokens."""
+        config = load_config(str(resolve_checkpoint(target, quantised=True)))
+        return longest_context(config.get_text_config())
 
     @abstractmethod
     def __post_init__(self) -> None:

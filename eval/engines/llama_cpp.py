@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from align.errors import UserError
-from align.sources import cache_folder, gguf_kind, load_config, resolve_file
+from align.sources import cache_folder, gguf_kind, gguf_value, load_config, resolve_file
 from align.to_gguf import write_gguf
 from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
 from eval.decoding.loop import Decoding, seed_of
@@ -28,7 +28,7 @@ from eval.engines.divergences import TOP, Logprobs
 from eval.engines.engine_server import EngineServer, Servers
 from eval.engines.process import served_here
 from eval.engines.server import ServerError
-from eval.prompts import Prompt, chat_request
+from eval.prompts import Prompt, chat_request, json_schema
 
 PROGRAM = "DRAFTSMITH_LLAMA_SERVER"  # the environment variable that names a llama-server
 DRAFT_KIND = "q8_0"  # GGUF type of drafts (docs/engines.md)
@@ -47,7 +47,7 @@ PLAIN = {
 class LlamaServer(EngineServer):
     """A llama-server as an `Engine`, by its own API, because its OpenAI API has no token ids."""
 
-    engine, version_at = "llama.cpp", ("/props", "build_info")
+    engine, owner, version_at = "llama.cpp", "llamacpp", ("/props", "build_info")
 
     def decode(self, prompt: Prompt, decoding: Decoding) -> Output:
         output = super().decode(prompt, decoding)
@@ -101,12 +101,10 @@ class LlamaServer(EngineServer):
         return list(map(int, self.ask("/tokenize", asked)["tokens"]))
 
     def _body(self, ids: list[int], prompt: Prompt, decoding: Decoding) -> dict[str, Any]:
-        sampling, form, schema = decoding.sampling, prompt.response_format or {}, {}
-        if form.get("type") in ("json_schema", "json_object"):
-            schema = {"json_schema": form.get("json_schema", {}).get("schema", {})}
+        sampling, schema = decoding.sampling, json_schema(prompt)
         return (
             PLAIN
-            | schema
+            | ({} if schema is None else {"json_schema": schema})
             | {
                 "prompt": ids,
                 "n_predict": decoding.max_new_tokens,
@@ -181,8 +179,8 @@ class LlamaServers(Servers):
     def __post_init__(self) -> None:
         program = self.program()
         self.installed = [str(program), program.stat().st_size, program.stat().st_mtime_ns]
-        config = load_config(self.target)
-        self.dtype = gguf_kind(self.target) or str(config.dtype).removeprefix("torch.")
+        self.dtype = gguf_kind(self.target) or str(load_config(self.target).dtype)
+        self.dtype = self.dtype.removeprefix("torch.")
         kinds = {"float32": "f32", "float16": "f16"}
         self.model = self._gguf(self.target, kinds.get(self.dtype, "bf16"))
         self.files: dict[str, Path] = {}
@@ -195,6 +193,12 @@ class LlamaServers(Servers):
         self.arguments = ["--ctx-size", str(self.positions * self.slots), "--cache-ram", "0"]
         self.arguments += ["--parallel", str(self.slots), *self.given]
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @staticmethod
+    def longest(target: str) -> int:
+        if gguf_kind(target) is None:
+            return Servers.longest(target)
+        return int(gguf_value(target, "ARCH.context_length"))
 
     def lengths(self, draft: str, gammas: Sequence[int]) -> Sequence[int]:
         """n-grams alone have the server's own lengths, because a match costs no draft step."""

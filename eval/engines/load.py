@@ -117,18 +117,21 @@ def passes(load: Load, prompts: Sequence[Prompt], seed: int) -> list[Pass]:
 
 
 def timed_pass(server: Any, asked: Pass, decoding: Decoding) -> TimedPass:
-    """The pass at this server, a VllmServer. Raises ServerError if a request fails."""
+    """The pass at this server, an EngineServer. Raises ServerError if a request fails."""
     before = server.counters()
     begin = time.perf_counter()
 
-    def request(prompt: Prompt, due: float) -> Request:
+    def request(prompt: Prompt, due: float) -> tuple[Request, Speculation | None]:
         time.sleep(max(0.0, begin + due - time.perf_counter()))
         start = time.perf_counter() - begin
-        return Request(start, server.generate(prompt, decoding).run)
+        output = server.generate(prompt, decoding)
+        return Request(start, output.run), output.counters
 
     with ThreadPoolExecutor(asked.load.concurrency or len(asked.prompts)) as threads:
-        requests = [*threads.map(request, asked.prompts, asked.starts)]
-    return TimedPass(asked, requests, between(before, server.counters()))
+        requests, counts = zip(*threads.map(request, asked.prompts, asked.starts), strict=True)
+    told = [each for each in counts if each]  # with the outputs; else the server's counters grew
+    counters = Speculation.sum(told) if told else between(before, server.counters())
+    return TimedPass(asked, [*requests], counters)
 
 
 def load_point(

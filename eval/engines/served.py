@@ -18,14 +18,8 @@ from typing import Any
 
 import torch
 
-from align.sources import (
-    cached_checkpoint,
-    gguf_kind,
-    load_config,
-    resolve_checkpoint,
-    weight_files,
-)
-from eval.decoding.build import longest_context
+from align.errors import UserError
+from align.sources import cached_checkpoint, gguf_kind, weight_files
 from eval.decoding.drafters import LOOKUP_FIRST
 from eval.engines.comparison import (
     WARM_UP,
@@ -38,8 +32,11 @@ from eval.engines.comparison import (
     there_and_back,
 )
 from eval.engines.engine_server import EngineServer, Servers
+from eval.engines.llama_cpp import LlamaServer
 from eval.engines.process import NOT_PASSED
-from eval.engines.server import PATIENT, ServerError
+from eval.engines.server import PATIENT, Server, ServerError
+from eval.engines.sglang import SglangServer
+from eval.engines.vllm import VllmServer
 from eval.measuring.environment import environment
 from eval.measuring.evaluation import context_length
 from eval.measuring.intervals import Measured, measure, share
@@ -58,6 +55,21 @@ UNTOLD = {
 }
 
 
+def client_of(url: str, engine: str | None) -> type[EngineServer]:
+    """The client for a running server, by the owner that its models name.
+
+    engine: as the user names it; None: not named. It decides if the owner is unknown, as behind a
+    gateway. Raises UserError if the server names another engine.
+    """
+    clients: list[type[EngineServer]] = [VllmServer, LlamaServer, SglangServer]
+    owner = Server(url).models[0].get("owned_by")
+    found = next((client for client in clients if client.owner == owner), None)
+    named = next((client for client in clients if client.engine == engine), VllmServer)
+    if engine and found not in (None, named):
+        raise UserError(f"{url} is owned by {owner!r}, not {engine}; omit --engine.")
+    return found or named
+
+
 def measure_servers(
     drafts: Mapping[str, EngineServer],
     baseline: EngineServer,
@@ -67,13 +79,19 @@ def measure_servers(
     """The report of running servers, by the name of the draft, compared with a plain server.
 
     gamma: the servers' draft length. Raises ServerError if nothing can be measured: a server does
-    not answer, serves another target, or is the baseline and speculates.
+    not answer, serves another target, is another engine, or is the baseline and speculates.
     """
     for server in drafts.values():
         if server.model != baseline.model:
             raise ServerError(
                 f"{server.url} serves {server.model!r}, but {baseline.url} serves "
                 f"{baseline.model!r}; serve one target under one name (--served-model-name)."
+            )
+        engines = [f"{one.engine} {one.version or ''}".strip() for one in (server, baseline)]
+        if engines[0] != engines[1]:
+            raise ServerError(
+                f"{server.url} is {engines[0]}, but {baseline.url} is {engines[1]}, so the draft "
+                f"is not the only difference; serve both by one engine of one version."
             )
         _warm_up(server, task)
     if (counters := _warm_up(baseline, task)) and counters.drafts:
@@ -120,14 +138,13 @@ def measure_started(
     and ServerError if nothing can be measured.
     """
     prompts, decoding = task.prompts, task.decoding
-    config = load_config(str(resolve_checkpoint(target, quantised=True)))
     positions = context_length(prompts.ids, decoding.max_new_tokens, max(gammas))
     # a later turn has no more tokens than characters, besides those of the template
     positions += max(
         sum(len(text) + TEMPLATE + decoding.max_new_tokens for text in prompt.follow_ups or [])
         for prompt in prompts.prompts
     )
-    positions = min(positions, longest_context(config.get_text_config()))
+    positions = min(positions, engine.longest(target))
     slots = max([1, *(load.concurrency or SLOTS for load in task.loads)])
     with tempfile.TemporaryDirectory() as scratch:
         servers = engine(target, drafts.values(), Path(scratch), positions, slots, arguments)
@@ -242,8 +259,9 @@ def _counters(outputs: Sequence[Output]) -> tuple[dict[str, Any] | None, str]:
     counted = [(r.run, r.counters) for r in outputs if r.counters is not None]
     if not counted:
         return None, (
-            "the server has no counters spec_decode_* at /metrics: speculation is off, or the "
-            "server needs --metrics (llama-server) or has --disable-log-stats (vLLM)"
+            "the server has no counters spec_decode_* at /metrics and sends none with its outputs: "
+            "speculation is off, or the server needs --metrics (llama-server) or has "
+            "--disable-log-stats (vLLM)"
         )
     drafts, drafted, accepted, accepted_at = Speculation.sum(counts for _, counts in counted)
     tokens = sum(len(output.run.tokens) for output in outputs)
@@ -263,20 +281,26 @@ def _counters(outputs: Sequence[Output]) -> tuple[dict[str, Any] | None, str]:
         sums = [(counts.accepted + counts.drafts, counts.drafts) for _, counts in chosen]
         return measure("mean_acceptance_length", sums, groups=[run.group for run, _ in chosen])
 
-    return {
-        "num_drafts": round(drafts),
-        "num_draft_tokens": round(drafted),
-        "num_accepted_tokens": round(accepted),
-        "mean_acceptance_length": length(),
-        "acceptance_rate": share(
-            "acceptance_rate", [(run.group, c.accepted, c.drafted) for run, c in drafting]
-        ),
-        "per_position": [
-            share("acceptance", [(run.group, c.accepted_at[i], c.drafts) for run, c in drafting])
-            for i in range(len(accepted_at))
-        ],
-        "by_category": {
-            category: length(category)
-            for category in sorted({run.category for run, _ in drafting if run.category})
+    return (
+        {
+            "num_drafts": round(drafts),
+            "num_draft_tokens": round(drafted),
+            "num_accepted_tokens": round(accepted),
+            "mean_acceptance_length": length(),
+            "acceptance_rate": share(
+                "acceptance_rate", [(run.group, c.accepted, c.drafted) for run, c in drafting]
+            ),
+            "per_position": [  # a shorter draft accepts nothing at later positions
+                share(
+                    "acceptance",
+                    [(run.group, sum(c.accepted_at[i : i + 1]), c.drafts) for run, c in drafting],
+                )
+                for i in range(len(accepted_at))
+            ],
+            "by_category": {
+                category: length(category)
+                for category in sorted({run.category for run, _ in drafting if run.category})
+            },
         },
-    }, ""
+        "",
+    )

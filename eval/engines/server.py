@@ -152,12 +152,18 @@ class Server:
     def stream(self, path: str, body: dict[str, Any], about: str = "") -> Iterator[Any]:
         """Yields the JSON messages of a streamed response when they arrive; without retries."""
         with self._request(path, body, about, Server.retries, whole=False) as response:
-            unfinished = b""
+            unfinished, streams = b"", False
             while piece := response.read1():
                 *lines, unfinished = (unfinished + piece).split(b"\n")
-                for line in lines:
-                    if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
-                        yield json.loads(line.removeprefix(b"data: "))
+                for field, _, value in (line.partition(b":") for line in lines):
+                    if field == b"data" and value.strip() != b"[DONE]":
+                        streams = True
+                        yield json.loads(value)
+            if not streams:
+                raise ServerError(
+                    f"{self.url}{path} sent no stream{about}; give the address of an "
+                    "OpenAI-compatible server."
+                )
 
     def text(self, path: str, retries: Retry | None = None) -> str:
         """The text of the response to a GET."""

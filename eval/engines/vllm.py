@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from eval.prompts import Prompt, chat_request
 class VllmServer(EngineServer):
     """A vLLM server as an `Engine`."""
 
-    engine, version_at = "vllm", ("/version", "version")
+    engine, owner, version_at = "vllm", "vllm", ("/version", "version")
 
     def streamed(self, prompt: Prompt, decoding: Decoding) -> Output:
         """As in EngineServer; each message with tokens is a speculation step."""
@@ -71,20 +70,6 @@ class VllmServer(EngineServer):
         run = PromptRun.of(prompt, usage.get("prompt_tokens", 0), seconds, steps)
         return Output(run, prompt_ids, finish == "stop", text=text)
 
-    def read(self, greedy: Output) -> list[Logprobs] | str:
-        """The log-probabilities of this server for its own output, or why there are none."""
-        try:
-            return self.read_wide(greedy.prompt_ids, greedy.run.tokens)
-        except ServerError as failure:
-            return str(failure)
-
-    def logprob(self, output: Output) -> float | str:
-        """As in `Engine`, at temperature 1."""
-        read = self.read(output)
-        if isinstance(read, str):
-            return read
-        return fmean(seen[token] for seen, token in zip(read, output.run.tokens, strict=True))
-
     def written(self, prompt: list[int], count: int) -> tuple[list[int], list[Logprobs]]:
         return self._asked(prompt, max_tokens=count)
 
@@ -95,9 +80,6 @@ class VllmServer(EngineServer):
         if tokens[positions] != output:
             raise ServerError(f"{self.url} returned other tokens than the request had")
         return logprobs[positions]
-
-    def read_from(self, prompt: list[int], output: list[int], at: int) -> list[Logprobs]:
-        return self.read_wide(prompt, output)
 
     def _asked(self, ids: list[int], **request: Any) -> tuple[list[int], list[Logprobs]]:
         """The tokens that the server generates after `ids` (echo=True: `ids` first), Logprobs each.

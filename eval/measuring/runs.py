@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from eval.decoding.prompt_run import PromptRun
@@ -26,9 +27,9 @@ class Speculation(NamedTuple):
 
     @classmethod
     def sum(cls, counts: Iterable[Speculation]) -> Speculation:
-        """The sum of counts that have the same draft length."""
+        """The sum of counts. A shorter draft accepts nothing at later positions."""
         drafts, drafted, accepted, accepted_at = zip(*counts, strict=True)
-        by_position = [sum(at_position) for at_position in zip(*accepted_at, strict=True)]
+        by_position = [sum(at) for at in zip_longest(*accepted_at, fillvalue=0.0)]
         return cls(sum(drafts), sum(drafted), sum(accepted), by_position)
 
 

@@ -228,7 +228,8 @@ def _memory(report: Report) -> str:
 def _command(report: Report) -> str:
     """The next command to run; empty if no draft is recommended."""
     name = recommended(report)
-    if name is None or report.engine == "llama.cpp":  # whose traffic cannot be watched
+    # the traffic of llama.cpp and SGLang cannot be watched
+    if name is None or report.engine in ("llama.cpp", "sglang"):
         return ""
     if report.engine == "vllm":
         return "python -m eval.drift report/report.json --metrics http://localhost:8000"

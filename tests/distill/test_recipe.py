@@ -73,6 +73,15 @@ def test_the_hub_id_goes_with_the_target_it_names():
     assert load_recipe([*other, "--target_hub_id", "org/other"]).target_hub_id == "org/other"
 
 
+@pytest.mark.parametrize("answers", ["vllm", "logged"])
+def test_other_outputs_than_the_recipe_s_have_no_distributions_within_prompts(answers):
+    asked = ["--recipe", "code", "--answers", answers]
+    assert load_recipe(asked[:2]).train_on_prompts
+    assert not load_recipe(asked).train_on_prompts
+    with pytest.raises(RecipeError, match="train_on_prompts"):
+        load_recipe([*asked, "--train_on_prompts", "true"])
+
+
 def test_hub_recipes_are_marked_as_not_measured():
     for name in recipe_files():
         if "/" in load_recipe(["--recipe", name]).target.partition(":")[0]:  # of the Hub

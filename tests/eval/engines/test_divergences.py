@@ -21,6 +21,7 @@ from eval.engines.comparison import (
 from eval.engines.divergences import WIDEST_TIE
 from eval.engines.llama_cpp import LlamaServer
 from eval.engines.served import measure_servers
+from eval.engines.sglang import SglangServer
 from eval.engines.vllm import VllmServer
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.warnings import find_warnings
@@ -93,15 +94,17 @@ class Served(Constant):
         return [self.row(logprobs, token) for logprobs, token in zip(prefill, ids[1:], strict=True)]
 
 
-@pytest.fixture(params=[VllmServer, LlamaServer])
+@pytest.fixture(params=[VllmServer, LlamaServer, SglangServer])
 def texts(fake, request):
     """The ledger of a server of a model that drafts against a server of it that does not."""
 
     def compare(model, drafting, plain=None, temperature=0.0, prompts=PROMPTS):
         client = request.param
+        of_draft = fake(3, Served("blocks of 3", model, **drafting), owner=client.owner)
+        of_target = fake(1, Served("blocks of 1", model, **plain or {}), owner=client.owner)
         report = measure_servers(
-            {"served": client(fake(3, Served("blocks of 3", model, **drafting)).url, 5.0)},
-            client(fake(1, Served("blocks of 1", model, **plain or {})).url, 5.0),
+            {"served": client(of_draft.url, 5.0)},
+            client(of_target.url, 5.0),
             Task(PromptSet("made up", prompts, []), decoding(temperature)),
         )
         return report.drafts["served"].lossless, report
@@ -177,7 +180,15 @@ def test_a_change_behind_a_tie_is_found(texts):
 
 
 @pytest.mark.parametrize(
-    ("texts", "side"), [(VllmServer, 0), (VllmServer, 1), (LlamaServer, 1)], indirect=["texts"]
+    ("texts", "side"),
+    [
+        (VllmServer, 0),
+        (VllmServer, 1),
+        (LlamaServer, 1),
+        (SglangServer, 0),
+        (SglangServer, 1),
+    ],
+    indirect=["texts"],
 )
 def test_a_server_without_logprobs_leaves_the_divergence_named(texts, side):
     silent = [{}, {}]
@@ -202,7 +213,7 @@ def test_a_server_that_is_sure_of_the_other_token_sees_no_tie(texts):
     assert texts(Model(), {"stretch": 30})[0].unexplained
 
 
-@pytest.mark.parametrize("texts", [VllmServer], indirect=True)
+@pytest.mark.parametrize("texts", [VllmServer, SglangServer], indirect=True)
 def test_the_server_without_a_draft_reads_sampled_outputs(texts):
     sampled = {"temperature": 0.7, "prompts": [Prompt(f"p{i}", prompt=f"{i}") for i in range(10)]}
     checks = []

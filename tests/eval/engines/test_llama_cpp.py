@@ -1,6 +1,7 @@
 """Drafts in llama-servers: fake ones, what a server is started with, and a real one."""
 
 import pytest
+from gguf import GGUFWriter, LlamaFileType
 
 from align.errors import UserError
 from align.machine import cores
@@ -12,6 +13,8 @@ from eval.engines.llama_cpp import PROGRAM, LlamaServer, LlamaServers, drafting,
 from eval.engines.served import measure_servers, measure_started
 from eval.engines.server import ServerError
 from eval.prompts import Prompt, PromptSet
+from eval.reporting.fields import read_report
+from eval.run import main
 from tests.fake_vllm import TEXT
 from tests.siblings import LARGE, save_sibling
 
@@ -91,14 +94,19 @@ def test_n_grams_a_draft_or_both(draft, kinds):
     assert ("--model-draft" in said) == ("--spec-draft-n-max" in said) == (file is not None)
 
 
-def test_checkpoints_are_written_for_a_server(tmp_path, monkeypatch, fake):
-    """A draft that llama.cpp cannot load leaves the others; n-grams alone have no draft length."""
-    save_sibling(tmp_path / "target", LARGE, 1)
-    save_sibling(tmp_path / "draft", LARGE, 2)
-    program = tmp_path / "bin" / "llama-server"
-    program.parent.mkdir()
-    program.touch()
-    monkeypatch.setenv(PROGRAM, str(program))
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """The path of a llama-server that is never run."""
+    path = tmp_path / "bin" / "llama-server"
+    path.parent.mkdir()
+    path.touch()
+    monkeypatch.setenv(PROGRAM, str(path))
+    return path
+
+
+@pytest.fixture
+def started(program, monkeypatch, fake):
+    """The commands and the servers of all starts."""
     commands, servers = [], []
 
     class Served:
@@ -114,6 +122,51 @@ def test_checkpoints_are_written_for_a_server(tmp_path, monkeypatch, fake):
             servers[-1].stop()
 
     monkeypatch.setattr(llama_cpp, "served_here", Served)
+    return commands, servers
+
+
+def unknown_to_transformers(path, template=None):
+    """The header of a GGUF file of an architecture that only llama.cpp could know."""
+    writer = GGUFWriter(path, "anew")
+    writer.add_context_length(1024)
+    writer.add_file_type(LlamaFileType.MOSTLY_Q4_0)
+    if template:
+        writer.add_chat_template(template)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("template", [None, "{{ messages[0].content }}"])
+def test_a_target_that_only_llama_cpp_reads(tmp_path, started, template, capsys):
+    commands, servers = started
+    unknown_to_transformers(tmp_path / "t.gguf", template)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "say {i}"}}\n' for i in range(10)))
+    asks = ["--engine", "llama.cpp", "--target", str(tmp_path / "t.gguf"), "--gamma", "2"]
+    asks += ["--draft", "prompt-lookup", "--max_new_tokens", "20", "--output_dir", str(tmp_path)]
+    asks += ["--prompts", str(prompts), "--instruction", "Do: {prompt}"]
+    assert main(asks) == 0
+    report = read_report(tmp_path / "report" / "report.json")
+    assert report.dtype == "Q4_0"
+    assert report.drafts["prompt-lookup"].lossless.identical == 10
+    assert commands[0][commands[0].index("--model") + 1] == str(tmp_path / "t.gguf")
+    assert 540 < int(commands[0][commands[0].index("--ctx-size") + 1]) < 1024
+    paths = {path for server in servers for path, _ in server.requests}
+    assert ("/apply-template" in paths) == (template is not None)
+    assert main([*asks, "--max_prompt_length", "9"]) == 2
+    assert "--max_prompt_length" in capsys.readouterr().err
+    prompts.write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
+    assert main(asks) == (0 if template else 2)
+    (tmp_path / "t.gguf").write_bytes(b"GGUF")
+    assert main(asks) == 2
+
+
+def test_checkpoints_are_written_for_a_server(tmp_path, monkeypatch, program, started):
+    """A draft that llama.cpp cannot load leaves the others; n-grams alone have no draft length."""
+    save_sibling(tmp_path / "target", LARGE, 1)
+    save_sibling(tmp_path / "draft", LARGE, 2)
+    commands, _ = started
     own = str(tmp_path / "draft")
     drafts = {"lookup": "prompt-lookup", "own": own, "both": f"lookup-first:{own}", "no": "none/no"}
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

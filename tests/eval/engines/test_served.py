@@ -149,6 +149,7 @@ def test_a_server_that_fails_midway_leaves_what_was_measured(fake, fault):
         ({"step": 3, "dies_after": 1}, {}, r"after 0 of 3 prompts: .* broke off"),
         ({"step": 3}, {"step": 2}, "is the baseline, but it speculates"),
         ({"step": 3}, {"names": ["org/other"]}, "serve one target under one name"),
+        ({"step": 3}, {"version": "0.31.0"}, r"is vllm 0.32.0, but .* is vllm 0.31.0"),
         ({"step": 3, "token_ids": False}, {}, "sent 0 token ids"),
         ({"step": 3, "lost": 2}, {}, "sent 16 token ids .* counted 18 tokens"),
     ],
@@ -217,6 +218,22 @@ def test_command_with_running_servers_and_its_gate(fake, tmp_path, prompts):
         how = read_report(out / "report" / "report.json").decoding
         assert how.verification == "the server's own rule"
         assert how.draft_sample_method == (told[1] if told else None)
+
+
+@pytest.mark.parametrize("template", [None, "{{ messages[0].content }}"])
+def test_an_instruction_is_for_a_target_with_a_chat_template(fake, tmp_path, prompts, template):
+    """A base model completes prompts; its server would refuse messages, or make up a template."""
+    save_sibling(tmp_path / "target", LARGE, 1)
+    if template:
+        (tmp_path / "target" / "chat_template.jinja").write_text(template)
+    drafting, plain = fake(3), fake(1)
+    asks = ["--instruction", "Do: {prompt}", *urls(drafting, plain)]
+    with pytest.raises(SystemExit, match="2"):
+        command(prompts, tmp_path, *asks)
+    assert command(prompts, tmp_path, *asks, "--target", str(tmp_path / "target")) == 0
+    asked = drafting.requests + plain.requests
+    paths = {path for path, body in asked if body.get("stream")}
+    assert paths == {"/v1/chat/completions" if template else "/v1/completions"}
 
 
 def test_command_with_two_servers_and_loads(fake, tmp_path, prompts, capsys):

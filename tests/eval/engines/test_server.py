@@ -28,6 +28,28 @@ def test_a_redirect_is_not_followed(fake, monkeypatch):
     assert elsewhere.requests == []
 
 
+def test_a_proxy_is_for_other_machines(fake, monkeypatch):
+    proxy, server = fake(), fake()
+    monkeypatch.setenv("http_proxy", proxy.url)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert Server(server.url).model == "org/target"
+    with pytest.raises(ServerError) as refused:
+        Server("http://elsewhere.invalid:8000").ask("/v1/models")
+    assert refused.value.status == 404  # the proxy's answer
+
+
+@pytest.mark.parametrize("notice", ["<html>Sign in</html>", "data: <html>\n\n", '{"choices": []}'])
+def test_a_page_in_place_of_an_output_is_named(fake, notice):
+    """A gateway without a session answers all requests with status 200 and its page."""
+    server = fake(notice=notice)
+    with pytest.raises(ServerError, match="OpenAI-compatible"):
+        VllmServer(server.url).model  # noqa: B018
+    client = VllmServer(server.url, model="m")
+    with pytest.raises(ServerError, match="OpenAI-compatible"):
+        client.generate(Prompt("a", prompt="x"), Decoding(Sampling(), frozenset(), 4))
+
+
 @pytest.mark.parametrize("padding", range(260, 302))
 def test_a_key_is_never_shown_wherever_a_refusal_is_cut(fake, monkeypatch, padding):
     key = "sk-QZXWVKJYGHPLMRNT"
