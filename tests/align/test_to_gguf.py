@@ -5,6 +5,7 @@ import json
 import gguf
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
@@ -15,9 +16,11 @@ from transformers import (
     Qwen3Config,
 )
 
+from align.errors import UserError
 from align.sources import SourceError, gguf_kind, load_model, load_tokenizer
 from align.to_gguf import _GPT2, _LLAMA3, KINDS, main, write_gguf
 from tests.align.conftest import STRINGS
+from tests.dflash import save_published
 
 SHAPE = {
     "vocab_size": 448,  # 28 rows more than the tokenizer has tokens
@@ -264,6 +267,79 @@ def test_what_cannot_be_written(change, value, checkpoint, tmp_path):
     with pytest.raises(SourceError, match=value):
         write_gguf(folder, tmp_path / "model.gguf", "f16")
     assert (tmp_path / "model.gguf").read_text() == "what stood there"
+
+
+@pytest.fixture
+def dflash(checkpoint, tmp_path):
+    """A published DFlash draft, and the GGUF file of its target."""
+    config = FAMILIES["llama"]()
+    write_gguf(checkpoint(config), tmp_path / "target.gguf", "f16")
+    shape = SHAPE | {"head_dim": 16}
+    return save_published(tmp_path / "draft", shape, [0]), tmp_path / "target.gguf"
+
+
+def test_a_dflash_draft_has_its_targets_tokenizer(dflash, tmp_path):
+    draft, target = dflash
+    assert write_gguf(draft, tmp_path / "draft.gguf", "f32", target) == "dflash"
+    written, of_target = fields(tmp_path / "draft.gguf"), fields(target)
+    assert written["general.architecture"] == "dflash"
+    # the first layer's output is the input of the layer of number 1
+    assert (written["dflash.block_size"], written["dflash.target_layers"]) == (4, [1])
+    assert (written["dflash.embedding_length"], written["dflash.attention.key_length"]) == (64, 16)
+    assert written["tokenizer.ggml.mask_token_id"] == SHAPE["vocab_size"] - 1
+    words = {name for name in of_target if name.startswith("tokenizer.")}
+    assert "tokenizer.ggml.merges" in words
+    assert all(written[name] == of_target[name] for name in words)
+    tensors = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "draft.gguf").tensors}
+    own = load_file(draft / "model.safetensors")
+    names = {
+        "fc": "fc",
+        "enc.output_norm": "hidden_norm",
+        "output_norm": "norm",
+        "blk.1.attn_norm": "layers.1.input_layernorm",
+        "blk.1.attn_q": "layers.1.self_attn.q_proj",
+        "blk.1.attn_k_norm": "layers.1.self_attn.k_norm",
+        "blk.1.attn_output": "layers.1.self_attn.o_proj",
+        "blk.0.ffn_norm": "layers.0.post_attention_layernorm",
+        "blk.0.ffn_down": "layers.0.mlp.down_proj",
+    }
+    for name, theirs in names.items():
+        written = torch.from_numpy(tensors[f"{name}.weight"].copy())
+        assert torch.equal(written, own[f"{theirs}.weight"].float())
+    assert len(tensors) == len(own)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "has sliding_attention,"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "has linear,"),
+        ({"dflash_config": {"target_layer_ids": [0], "causal": True}}, "has causal,"),
+        ({"dflash_config": {"target_layer_ids": [1]}}, "up to layer 2"),
+        ({"hidden_size": 96}, "states of 96 numbers"),
+        ({"vocab_size": 512}, "drafts 512 tokens"),
+    ],
+)
+def test_a_dflash_draft_that_cannot_be_written(dflash, tmp_path, changes, message):
+    draft, target = dflash
+    about = json.loads((draft / "config.json").read_text()) | changes
+    (draft / "config.json").write_text(json.dumps(about))
+    with pytest.raises(UserError, match=message):
+        write_gguf(draft, tmp_path / "draft.gguf", "f16", target)
+
+
+def test_a_dflash_draft_with_a_trimmed_head_or_without_its_target(dflash, tmp_path, capsys):
+    draft, target = dflash
+    assert main([str(draft), str(tmp_path / "d.gguf"), "--target", str(target)]) == 0
+    assert main([str(draft), str(tmp_path / "d.gguf")]) == 2
+    assert "--target" in capsys.readouterr().err
+    tensors = load_file(draft / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": torch.ones(9, 64)}, draft / "model.safetensors")
+    with pytest.raises(UserError, match=r"has lm_head\.weight,"):
+        write_gguf(draft, tmp_path / "draft.gguf", "f16", target)
+    other = save_published(tmp_path / "other", SHAPE | {"head_dim": 16}, [0], torch.arange(9))
+    with pytest.raises(UserError, match="speculators"):
+        write_gguf(other, tmp_path / "draft.gguf", "f16", target)
 
 
 def test_the_command(checkpoint, tmp_path, capsys):

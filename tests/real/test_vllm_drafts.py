@@ -15,11 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from align.sources import read_json
 from distill.drafters.kind import kinds
-from distill.recipe import build_recipe
 from distill.teacher.answers import USED
 from distill.teacher.states import LocalStates, states_of
 from distill.teacher.store import Answers, Store, name_of
-from distill.train import run
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import load_target
@@ -37,31 +35,6 @@ from tests.siblings import LARGE, SMALL, save_sibling
 pytestmark = pytest.mark.real
 PROMPTS = [Prompt(text, prompt=text[:20]) for text in TEXTS[:8]]
 NEW = 100  # tokens of an output
-
-
-@pytest.fixture
-def distilled(tmp_path):
-    """Distils a draft for tmp_path/target: distilled(name, **recipe keys) -> its folder."""
-    for name, texts in (("train", TEXTS[:12]), ("eval", TEXTS[12:])):
-        rows = "".join(f'{{"prompt": "{text[:20]}"}}\n' for text in texts)
-        (tmp_path / f"{name}_prompts.jsonl").write_text(rows)
-
-    def make(name, **keys):
-        recipe = build_recipe(
-            {"target": str(tmp_path / "target"), "output_dir": str(tmp_path / name)}
-            | {
-                f"{part}_prompts": str(tmp_path / f"{part}_prompts.jsonl")
-                for part in ("train", "eval")
-            }
-            | {"dtype": "float32", "bf16": False, "use_cpu": True, "learning_rate": 5e-3}
-            | {"cache_top_k": 30, "answer_max_new_tokens": 96, "max_new_tokens": 16}
-            | {"speed_prompts": 2, "tuning_prompts": 1, "gamma": 2}
-            | keys
-        )
-        assert run(recipe) == 0
-        return recipe.folder / "draft"
-
-    return make
 
 
 @pytest.fixture

@@ -110,7 +110,7 @@ FORMAT = DFlash()
 def plain_config(about: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json of either layout as one of z-lab's."""
     if (shape := about.get("transformer_layer_config")) is None:
-        return dict(about)
+        return {"block_size": about["dflash_config"].get("block_size"), **about}
     inner = {
         "mask_token_id": about["mask_token_id"],
         "target_layer_ids": [number - 1 for number in about["aux_hidden_state_layer_ids"]],

@@ -14,18 +14,27 @@ from distill.train import run
 from eval.decoding.drafters import dflash, eagle3, medusa
 from eval.decoding.forward import input_embedding
 from eval.reporting.fields import read_report
+from tests.dflash import save_published
 from tests.eagle3 import PublishedEagle3
 
 # by layout
 KIND_OF = {"speculators": "eagle3", "eagle": "eagle3", "medusa": "medusa", "z-lab": "dflash"}
-RANDOM = ("speculators, by default since 2026", "speculators, Qwen3 layers")
-KIND_OF |= dict.fromkeys(RANDOM, "eagle3")
-TARGET_OF = {"z-lab": "roomy"}  # which has a vocabulary entry for the mask
+EAGLE3 = ("speculators, by default since 2026", "speculators, Qwen3 layers")
+DFLASH = ("z-lab, by others", "speculators, DFlash")
+RANDOM = EAGLE3 + DFLASH
+KIND_OF |= dict.fromkeys(EAGLE3, "eagle3") | dict.fromkeys(DFLASH, "dflash")
+# the target that has a vocabulary entry for the mask
+TARGET_OF = {layout: "roomy" for layout, kind in KIND_OF.items() if kind == "dflash"}
 
 
 def publish(draft, folder, layout):
     """A draft as it lies on the Hub: nothing of ours beside it. RANDOM: with random weights."""
-    if layout in RANDOM:
+    if layout in DFLASH:
+        about = read_json(draft / "config.json")
+        ids = torch.arange(2, about["vocab_size"] - 4) if layout == DFLASH[1] else None
+        save_published(folder, about, about["dflash_config"]["target_layer_ids"], ids)
+        return
+    if layout in EAGLE3:
         random_eagle3(draft, layout).save(folder)
         return
     shutil.copytree(draft, folder)
@@ -87,6 +96,10 @@ def test_it_starts_as_it_was_is_tuned_and_leaves_in_its_layout(
     folders = root / layout, recipe.folder / "draft"
     was, now = (read_json(folder / "config.json") for folder in folders)
     changed = {"torch_dtype", "dtype", "speculators_config", "transformers_version"}
+    if KIND_OF[layout] == "dflash":  # it leaves in z-lab's layout
+        was = dflash.plain_config(was)
+        changed |= {"rope_scaling", "rope_theta", "tie_word_embeddings"}
+        assert now["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000}
     for key in was.keys() - changed:
         assert now[key] == was[key]
     was, now = (load_file(folder / "model.safetensors") for folder in folders)

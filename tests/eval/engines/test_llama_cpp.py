@@ -5,6 +5,7 @@ from gguf import GGUFWriter, LlamaFileType
 
 from align.errors import UserError
 from align.machine import cores
+from align.sources import read_json
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
 from eval.engines import llama_cpp
@@ -15,6 +16,7 @@ from eval.engines.server import ServerError
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.fields import read_report
 from eval.run import main
+from tests.dflash import save_published
 from tests.fake_vllm import TEXT
 from tests.siblings import LARGE, save_sibling
 
@@ -80,18 +82,19 @@ def test_an_output_that_another_request_changed(fake):
 
 
 @pytest.mark.parametrize(
-    ("draft", "kinds"),
+    ("draft", "architecture", "kinds"),
     [
-        ("prompt-lookup", "ngram-simple"),
-        ("D", "draft-simple"),
-        ("lookup-first:D", "ngram-simple,draft-simple"),
+        ("prompt-lookup", None, "ngram-simple"),
+        ("D", "llama", "draft-simple"),
+        ("D", "dflash", "draft-dflash"),
+        ("lookup-first:D", "qwen3", "ngram-simple,draft-simple"),
+        ("lookup-first:D", "dflash", "ngram-simple,draft-dflash"),
     ],
 )
-def test_n_grams_a_draft_or_both(draft, kinds):
-    file = None if draft == "prompt-lookup" else "d.gguf"
-    said = drafting(draft, file, 2)
+def test_n_grams_a_draft_or_both(draft, architecture, kinds):
+    said = drafting(draft, architecture and ("d.gguf", architecture), 2)
     assert said[:2] == ["--spec-type", kinds]
-    assert ("--model-draft" in said) == ("--spec-draft-n-max" in said) == (file is not None)
+    assert ("--model-draft" in said) == ("--spec-draft-n-max" in said) == bool(architecture)
 
 
 @pytest.fixture
@@ -166,18 +169,23 @@ def test_checkpoints_are_written_for_a_server(tmp_path, monkeypatch, program, st
     """A draft that llama.cpp cannot load leaves the others; n-grams alone have no draft length."""
     save_sibling(tmp_path / "target", LARGE, 1)
     save_sibling(tmp_path / "draft", LARGE, 2)
+    shape = read_json(tmp_path / "target" / "config.json")
+    save_published(tmp_path / "dflash", shape, [0])
     commands, _ = started
     own = str(tmp_path / "draft")
     drafts = {"lookup": "prompt-lookup", "own": own, "both": f"lookup-first:{own}", "no": "none/no"}
+    drafts["dflash"] = str(tmp_path / "dflash")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     task = Task(PromptSet("", PROMPTS, [[1, 2, 3]]), GREEDY)
     report = measure_started(LlamaServers, str(tmp_path / "target"), drafts, [1, 2], task)
     lengths = {name: draft.gamma for name, draft in report.drafts.items()}
     assert lengths == {"lookup": None} | {
-        f"{name}, gamma {gamma}": gamma for gamma in (1, 2) for name in ("own", "both")
+        f"{name}, gamma {gamma}": gamma for gamma in (1, 2) for name in ("own", "both", "dflash")
     }
     assert "none/no" in report.provenance["failures"]
-    assert (report.dtype, len(commands)) == ("float32", 12)
+    assert (report.dtype, len(commands)) == ("float32", 16)
+    kinds = [c[c.index("--spec-type") + 1] for c in commands if "--spec-type" in c]
+    assert kinds.count("draft-dflash") == 4
     for command in commands:
         assert command[0] == str(program)
         assert command[command.index("--model") + 1].endswith(".gguf")

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import load_file, save_file
 
-from align.sources import load_model
+from align.sources import load_model, read_json
 from align.to_gguf import write_gguf
 from align.vocabulary import read_vocabulary
 from eval.decoding.loop import Decoding
@@ -27,6 +28,7 @@ from eval.reporting.fields import read_report
 from eval.reporting.page import render_page
 from eval.reporting.warnings import find_warnings
 from eval.run import main
+from tests.dflash import save_published
 from tests.fake_vllm import TEXT, Constant, FakeVllm, Starter
 from tests.siblings import COUNT, LARGE, SMALL, save_sibling
 
@@ -484,6 +486,30 @@ def test_a_draft_that_differs_in_padding_reaches_vllm_in_the_targets_size(tmp_pa
     assert tokens == same_tokens
     assert (folder == draft) == (rows[0] == rows[1])
     assert rows[0] == rows[1] or not Path(folder).exists()  # it was for the servers
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_dflash_draft_whose_layers_share_no_k_norm_is_not_measured_on_a_cpu(
+    tmp_path, start, several
+):
+    save_sibling(tmp_path / "target", LARGE, 1)
+    shape = read_json(tmp_path / "target" / "config.json")
+    draft = save_published(tmp_path / "draft", shape, [0])
+    if several:
+        tensors = load_file(draft / "model.safetensors")
+        tensors["layers.1.self_attn.k_norm.weight"] *= 2
+        save_file(tensors, draft / "model.safetensors")
+    starter = start(lambda config: FakeVllm(step=3))
+    drafts = {"lookup": "prompt-lookup", "head": str(draft)}
+    report = measure_started(VllmServers, str(tmp_path / "target"), drafts, [2], ONE_PROMPT)
+    methods = {config["method"] for _, _, config in starter.started if config}
+    assert methods == ({"ngram"} if several else {"ngram", "dflash"})
+    assert ("k_norm" in report.provenance.get("failures", "")) == several
+    if several:
+        with pytest.raises(ServerError, match="k_norm"):
+            measure_started(
+                VllmServers, str(tmp_path / "target"), {"head": str(draft)}, [2], ONE_PROMPT
+            )
 
 
 def test_a_gguf_target_is_named_with_its_quantisation(tmp_path, start):
