@@ -32,7 +32,7 @@ from eval.measuring.cost import break_even_acceptance_rate, ceiling_speedup
 from eval.measuring.timing import step_costs
 
 EXAMPLE = 1000  # characters of a prompt's beginning, and of its end, that are printed
-DEPTHS = range(1, 5)  # layers of a pruned draft that are tried
+DEPTHS = range(1, 5)  # layers of a pruned draft that are tried besides the recipe's
 ROUNDS = 8  # in which each step is timed; the first three do not count
 TRAINED_BYTES = 16  # a trained parameter in fp32: weight, gradient, two moments of AdamW
 BESIDE = 1.3  # factor on the sum: activations, logits, what an allocator cannot use
@@ -79,7 +79,7 @@ def print_gain(recipe: Recipe, pair: Pair, prompts: list[list[int]], target: Tar
     if recipe.kind.language_model and recipe.sibling is None:
         variants = {
             f"{depth} layer{'s' * (depth > 1)}": dataclasses.replace(recipe, num_draft_layers=depth)
-            for depth in DEPTHS
+            for depth in sorted({*DEPTHS, recipe.num_draft_layers})
             if depth < pair.target.config["num_hidden_layers"]
         }
     decoding = Decoding(recipe.sampling, target.stops, recipe.max_new_tokens)

@@ -44,6 +44,15 @@ def test_a_dry_run_says_what_a_draft_can_gain_and_writes_nothing(
     assert not recipe.folder.exists()
 
 
+def test_the_recipe_s_own_layers_are_timed_too(job, tmp_path, monkeypatch, capsys):
+    """A draft of eight layers is not priced as one of four."""
+    costs = StepCosts(0.15, 1.0, {1: 1.0, 2: 1.2, 3: 1.2}, 20)
+    monkeypatch.setattr(dry_run, "step_costs", lambda *_, enough: [costs])
+    monkeypatch.setattr(dry_run, "DEPTHS", range(0))
+    assert run(job(tmp_path / "run", dry_run=True, **PRUNED)) == 0
+    assert [row[0] for row in TABLE.findall(capsys.readouterr().out)] == ["1 layer"]
+
+
 @pytest.mark.parametrize("name", ["target", "large"])
 def test_parameters_are_counted_from_the_config(folder, name):
     whole = AutoModelForCausalLM.from_pretrained(folder / name).num_parameters()
