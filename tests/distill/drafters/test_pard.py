@@ -16,7 +16,7 @@ from eval.decoding.drafters.pard import PardDrafter
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.reporting.fields import read_report
-from tests.distill.conftest import ROWS, TOKENS
+from tests.distill.conftest import ONE_LAYER, PARD, ROWS, TOKENS
 from tests.distill.drafters.conftest import MASK, VOCAB
 
 GAMMA = 4
@@ -153,6 +153,20 @@ def test_a_held_out_text_says_how_many_of_all_drafted_tokens_are_accepted(tiny_l
     assert torch.equal(found.draft_tokens, tokens)
     assert len(drawn.anchors) > 10
     assert tokens.max() > 2
+
+
+def test_a_sibling_with_fewer_layers_is_a_draft_that_was_made_from_it(folder, job, tmp_path):
+    """Its trimmed-vocabulary checkpoint is for the sibling, so other targets read the full one."""
+    cut = job(tmp_path / "cut", target=str(folder / "target"), max_steps=0, **ONE_LAYER)
+    assert run(cut) == 0
+    models = {"target": str(folder / "roomy"), "draft": str(cut.folder / "draft")}
+    recipe = job(tmp_path / "run", **PARD | models)
+    assert run(recipe) == 0
+    about = read_json(recipe.folder / "draft" / "config.json")
+    assert (about["num_hidden_layers"], about["pard_tokens"], about["vocab_size"]) == (1, 3, ROWS)
+    drafts = read_report(recipe.folder / "report" / "report.json").drafts
+    assert drafts["untuned"].path == models["draft"]
+    assert drafts["tuned"].alpha.mean > drafts["untuned"].alpha.mean
 
 
 def test_a_vocabulary_without_a_free_row_is_refused(job, folder, tmp_path):
