@@ -144,7 +144,8 @@ def judged(recent: Report, earlier: Report, margin: float) -> tuple[int, str]:
     that may be lost on the earlier prompts. Raises NotComparable for too few prompts.
     """
     gain, low = recent.gain[0], lower_bound(recent)
-    shown = f"speed-up {gain.speedup:+.2f} on the newest day, at least {low:+.2f}"
+    new = recent.drafts[gain.draft].speedup
+    shown = f"speed-up {gain.speedup:+.2f} to {new:.2f} on the newest day, at least {low:+.2f}"
     if low <= 0:
         return NOTHING, f"no gain is shown: {shown}."
     for report, prompts in ((recent, "the newest day"), (earlier, "the earlier prompts")):
@@ -158,7 +159,8 @@ def judged(recent: Report, earlier: Report, margin: float) -> tuple[int, str]:
             f"on the earlier prompts the new draft may lose {loss / served:.0%} of the served "
             f"draft's speed-up, more than --margin {margin:g} allows ({shown})."
         )
-    return PUBLISHED, f"{shown}; on the earlier prompts {change:+.2f}."
+    slower = "" if new.bounds[0] > 1 else " There no draft is shown to be faster than none."
+    return PUBLISHED, f"{shown}; on the earlier prompts {change:+.2f}.{slower}"
 
 
 @dataclass

@@ -124,6 +124,15 @@ def test_a_draft_that_changes_outputs_is_refused(compared):
     assert verdicts == [PUBLISHED, REFUSED, REFUSED]
 
 
+def test_a_gain_on_traffic_that_no_draft_makes_faster(compared):
+    report = compared(random.Random(1), BETTER)
+    assert "none" not in judged(report, report, 0.1)[1]
+    report.drafts["tuned"].speedup.ci95 = (0.94, 1.03)
+    status, reason = judged(report, report, 0.1)
+    assert status == PUBLISHED
+    assert "none" in reason
+
+
 def test_too_few_prompts_publish_nothing(compared):
     rng = random.Random(1)
     few, many = compared(rng, BETTER, prompts=9), compared(rng, BETTER)
