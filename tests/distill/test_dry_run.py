@@ -77,7 +77,7 @@ def test_what_eight_gpus_need(job, tmp_path, monkeypatch, capsys, changes, proce
     monkeypatch.setattr(dry_run, "PartialState", lambda: SimpleNamespace(num_processes=processes))
     pair = {key: str(CONFIGS / f"Llama-3.1-{b}B-Instruct") for key, b in PAIR.items()}
     recipe = job(tmp_path, **pair | changes, use_cpu=False, dtype="bfloat16")
-    dry_run.print_memory(recipe, 100, 10, decoded_here=True, answers_here=True)
+    dry_run.print_memory(recipe, 100, 10, not recipe.served, answers_here=True)
     (line,) = re.findall("memory of a GPU: .*", capsys.readouterr().out)
     assert f"{needed} GiB needed" in line
     assert ("TOO LITTLE" in line) == (needed > 79)
