@@ -10,6 +10,7 @@ import torch
 from align.errors import UserError
 from align.machine import cores
 from align.sources import load_model, load_tokenizer
+from eval.decoding.drafters import LOOKUP_FIRST
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import load_target
@@ -55,7 +56,7 @@ def test_a_dflash_draft(tmp_path, distilled, monkeypatch):
     draft = str(distilled("run", drafter="dflash", max_gamma=MOST, max_steps=150))
     (tmp_path / "gguf").mkdir()
     spec = str(tmp_path / "target")
-    servers = LlamaServers(spec, [draft], tmp_path / "gguf", 200, 1, ())
+    servers = LlamaServers(spec, [draft, LOOKUP_FIRST + draft], tmp_path / "gguf", 200, 1, ())
     assert not servers.unreadable
 
     target = load_target(spec, torch.float32, "cpu", 256)
@@ -76,3 +77,5 @@ def test_a_dflash_draft(tmp_path, distilled, monkeypatch):
         assert [run.tokens for run in there] == [run.tokens for run in plain]
         assert np.allclose(accepted_up_to(there), accepted_up_to(here), atol=0.02)
         assert accepted_up_to(here)[1] > 0.1
+    both = served(LOOKUP_FIRST + draft, MOST)
+    assert [run.tokens for run in both] == [run.tokens for run in plain]
