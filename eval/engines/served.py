@@ -46,7 +46,7 @@ from eval.reporting.fields import Report
 TEMPLATE = 64  # most tokens of a chat template in a turn
 PATIENCE = 600.0  # most seconds without a byte from a server started here, which may use a CPU
 SLOTS = 16  # requests at a time that a server takes at a request rate, if it needs a number
-CONFIGURES = ("VLLM_", "OMP_", "NUMBA_", "LLAMA_ARG_")  # environment variables that change an engine
+CONFIGURES = ("VLLM_", "OMP_", "NUMBA_", "LLAMA_ARG_")  # variables that change an engine
 STEPS = ("tau", "mean_drafted", "accepted_over_drafted", "per_position")
 UNTOLD = {
     **REFERENCE_ONLY,
