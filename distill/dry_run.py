@@ -54,7 +54,7 @@ def dry_run(recipe: Recipe) -> int:
     longest = max(map(len, prompts.training.ids + prompts.evaluation.ids))
     asked = to_answer(prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers)
     by_us = {"decoded_here": pair.decoded_here, "answers_here": answering.by == "local"}
-    print_memory(recipe, longest, len(asked), **by_us)
+    print_memory(recipe, longest, asked, len(pair.layers), **by_us)
     answering.check()
     if recipe.served:
         print(f"server: {recipe.answer_url} serves the target of this recipe")
@@ -101,11 +101,17 @@ def print_gain(recipe: Recipe, pair: Pair, prompts: list[list[int]], target: Tar
 
 
 def print_memory(
-    recipe: Recipe, longest: int, answers: int, decoded_here: bool, answers_here: bool
+    recipe: Recipe,
+    longest: int,
+    asked: list[list[int]],
+    layers: int,
+    decoded_here: bool,
+    answers_here: bool,
 ) -> None:
     """Print the needs of the stage with most memory, on each GPU, and what this machine has.
 
-    longest: tokens of the longest prompt. answers: number of outputs. decoded_here, answers_here:
+    longest: tokens of the longest prompt. asked: the prompts of the outputs (token ids). layers:
+    number of the target's hidden states that are stored at each token. decoded_here, answers_here:
     whether the target is evaluated here, and generates the outputs here.
     """
     target = load_config(recipe.target).get_text_config()
@@ -134,8 +140,9 @@ def print_memory(
             stages["answering"] = (held + tokens * kv) // spread
     name = max(stages, key=lambda stage: stages[stage])
     needed = round(BESIDE * stages[name]) + RUNTIME
-    most = answers * recipe.answer_max_new_tokens
+    most = len(asked) * recipe.answer_max_new_tokens
     disk = most * bytes_per_token(recipe.cache_top_k, target.vocab_size) + 3 * 4 * draft
+    disk += 2 * layers * target.hidden_size * (sum(map(len, asked)) + most)  # in bf16
     print(f"{name} needs most memory (a coarse estimate)")
     on_gpu = not recipe.training.get("use_cpu", False)
     print("\n".join(machine_lines(needed, disk, recipe.folder, on_gpu)))

@@ -53,6 +53,17 @@ def test_the_recipe_s_own_layers_are_timed_too(job, tmp_path, monkeypatch, capsy
     assert [row[0] for row in TABLE.findall(capsys.readouterr().out)] == ["1 layer"]
 
 
+def test_hidden_states_need_disk(job, tmp_path, capsys):
+    """Each of a 70B's states takes 16 KiB a token."""
+    target = str(CONFIGS / "Llama-3.1-70B-Instruct")
+    recipe = job(tmp_path, target=target, **PRUNED, answer_max_new_tokens=300)
+    for layers in (0, 5):
+        dry_run.print_memory(recipe, 100, [[1] * 100] * 1000, layers, False, answers_here=False)
+    without, needed = re.findall(r"disk of .*: ([\d.,]+) GiB needed", capsys.readouterr().out)
+    states = 5 * 16 / 2**20 * 1000 * 400
+    assert float(needed) - float(without) == pytest.approx(states, abs=0.2)
+
+
 @pytest.mark.parametrize("name", ["target", "large"])
 def test_parameters_are_counted_from_the_config(folder, name):
     whole = AutoModelForCausalLM.from_pretrained(folder / name).num_parameters()
@@ -77,7 +88,7 @@ def test_what_eight_gpus_need(job, tmp_path, monkeypatch, capsys, changes, proce
     monkeypatch.setattr(dry_run, "PartialState", lambda: SimpleNamespace(num_processes=processes))
     pair = {key: str(CONFIGS / f"Llama-3.1-{b}B-Instruct") for key, b in PAIR.items()}
     recipe = job(tmp_path, **pair | changes, use_cpu=False, dtype="bfloat16")
-    dry_run.print_memory(recipe, 100, 10, not recipe.served, answers_here=True)
+    dry_run.print_memory(recipe, 100, [[1]] * 10, 0, not recipe.served, answers_here=True)
     (line,) = re.findall("memory of a GPU: .*", capsys.readouterr().out)
     assert f"{needed} GiB needed" in line
     assert ("TOO LITTLE" in line) == (needed > 79)
