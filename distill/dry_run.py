@@ -104,13 +104,13 @@ def print_memory(
     recipe: Recipe,
     longest: int,
     asked: list[list[int]],
-    layers: int,
+    states: int,
     decoded_here: bool,
     answers_here: bool,
 ) -> None:
     """Print the needs of the stage with most memory, on each GPU, and what this machine has.
 
-    longest: tokens of the longest prompt. asked: the prompts of the outputs (token ids). layers:
+    longest: tokens of the longest prompt. asked: the prompts of the outputs (token ids). states:
     number of the target's hidden states that are stored at each token. decoded_here, answers_here:
     whether the target is evaluated here, and generates the outputs here.
     """
@@ -142,7 +142,7 @@ def print_memory(
     needed = round(BESIDE * stages[name]) + RUNTIME
     most = len(asked) * recipe.answer_max_new_tokens
     disk = most * bytes_per_token(recipe.cache_top_k, target.vocab_size) + 3 * 4 * draft
-    disk += 2 * layers * target.hidden_size * (sum(map(len, asked)) + most)  # in bf16
+    disk += 2 * states * target.hidden_size * (sum(map(len, asked)) + most)  # in bf16
     print(f"{name} needs most memory (a coarse estimate)")
     on_gpu = not recipe.training.get("use_cpu", False)
     print("\n".join(machine_lines(needed, disk, recipe.folder, on_gpu)))

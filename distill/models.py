@@ -146,6 +146,8 @@ def check_models(recipe: Recipe) -> Pair:
         keeps_layers = recipe.kind.language_model
         num_layers = recipe.num_draft_layers if keeps_layers else 0
         check_prunable(target.config, num_layers, recipe.kind.targets)
+        if started and recipe.kind.served_states:  # `target_ends` reads no model within another
+            check_prunable(load_config(recipe.target).to_dict(), 0, recipe.kind.targets)
         if recipe.draft_vocab_size is not None:
             mass = torch.zeros(target.vocab_size)
             choose_tokens(mass, recipe.draft_vocab_size, forced_tokens(target))
@@ -177,6 +179,11 @@ def target_ends(pair: Pair, dtype: torch.dtype, device: str) -> TargetEnds:
         read |= {name: tensor.to(dtype) for name, tensor in tensors.items() if is_plain(tensor)}
     on_device = {name: tensor.to(device) for name, tensor in read.items()}
     model.load_state_dict(on_device, strict=False, assign=True)
+    if model.base_model.norm.weight.is_meta:
+        raise UserError(
+            f"{pair.target.spec!r} has no tensor model.norm.weight, which a draft reads; save it "
+            "with save_pretrained of transformers, or name a sibling with draft."
+        )
     model.config = config
     return TargetEnds(pair.target.spec, model)
 

@@ -424,7 +424,8 @@ def _measure_servers(args: argparse.Namespace, journal: Journal) -> Report:
         return client_of(url, args.engine)(url)
 
     prompts = load_prompts(args.prompts, args.max_prompts or args.speed_prompts, args.seed)
-    template = load_tokenizer(args.target).chat_template if args.instruction else None
+    raw = any(prompt.prompt is not None for prompt in prompts)  # a run's prompts have it already
+    template = load_tokenizer(args.target).chat_template if args.instruction and raw else None
     prompts = in_chat_form(prompts, args.instruction, template, args.chat_template_kwargs)
     asked = PromptSet(args.prompts, prompts, [], args.overlap)
     task = Task(asked, decoding_of(args), _made_by(args), args.loads, args.goodput, journal)

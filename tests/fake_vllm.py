@@ -142,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.reply({"data": [{"id": name, **about} for name in server.names]})
         elif self.path == "/health":
             self.reply({})
-        elif self.path == "/version":
+        elif self.path == "/version" and server.version:
             self.reply({"version": server.version})
         elif self.path == "/server_info" and server.owner == "sglang":
             self.reply({"version": "0.5.21", "speculative_num_draft_tokens": server.gamma + 1})

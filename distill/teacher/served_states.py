@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from eval.decoding.target import Target
 from eval.engines.local_vllm import serve_vllm
 from eval.engines.server import Server, ServerError
 
-ROOT = Path(__file__).resolve().parents[2]
+CONNECTOR = Path(__file__).with_name("vllm_connector.py")
 
 
 @contextmanager
@@ -53,20 +54,23 @@ def state_reader(
     dtype, device = getattr(torch, recipe.dtype), target_device(recipe).replace("auto", "cuda")
     ends = functools.cache(lambda: target_ends(pair, dtype, device))
     layers = tuple(sorted({*pair.layers, *pair.fit_layers}))
+    folder = (recipe.folder / "states").resolve()
     with ExitStack() as stack:
-        yield VllmStates(ends, target, layers, (recipe.folder / "states").resolve(), stack)
+        yield VllmStates(ends, pair, target, layers, folder, stack)
 
 
 @dataclass
 class VllmStates:
     """States of `layers` from a vLLM of the target; its files are in `folder` until they are read.
 
-    load: returns what is read of the checkpoint. answering: the target's answers to the same
-    prompts, whose vLLM has ended. stack: ends the server.
+    load: returns what is read of the checkpoint, after the server has ended, because both take
+    memory of a GPU. answering: the target's answers to the same prompts, whose vLLM has ended.
+    stack: ends the server.
     """
 
     by: ClassVar[Answerer] = "vllm"
     load: Callable[[], TargetEnds]
+    pair: Pair
     answering: StartedVllm
     layers: tuple[int, ...]
     folder: Path
@@ -84,25 +88,32 @@ class VllmStates:
         }
         transfer = {
             "kv_connector": "StatesConnector",
-            "kv_connector_module_path": "distill.teacher.vllm_connector",
+            "kv_connector_module_path": CONNECTOR.stem,
             "kv_role": "kv_producer",
             "kv_connector_extra_config": {"shared_storage_path": str(self.folder)},
         }
         remove(self.folder)  # a killed run may have left files
         self.folder.mkdir(parents=True)
         self.stack.callback(remove, self.folder)
+        code = self.folder / "connector"  # alone, because vLLM has other versions of our packages
+        code.mkdir()
+        shutil.copy(CONNECTOR, code)
         arguments = [*self.answering.arguments(), "--enforce-eager", "--no-enable-prefix-caching"]
         arguments += ["--speculative-config", json.dumps(extraction)]
         arguments += ["--kv-transfer-config", json.dumps(transfer)]
         print(f"starting vLLM with {' '.join(arguments)}", flush=True)
         folder = self.answering.target.folder
-        url = self.stack.enter_context(serve_vllm(folder, *arguments, PYTHONPATH=str(ROOT)))
+        url = self.stack.enter_context(serve_vllm(folder, *arguments, PYTHONPATH=str(code)))
         return open_server(url, None, self.answering.settings)
 
-    @torch.inference_mode()
+    @functools.cached_property
+    def norm(self) -> Any:
+        """The target's final norm, in fp32 on the CPU."""
+        model: Any = target_ends(self.pair, getattr(torch, self.answering.dtype), "cpu").model
+        return model.base_model.norm.float()
+
     def read(self, texts: Sequence[Tensor], layers: Sequence[int]) -> Iterator[Tensor]:
-        model: Any = self.load().model
-        norm, depth = model.base_model.norm, model.config.get_text_config().num_hidden_layers
+        depth = self.pair.target.config["num_hidden_layers"]
         columns = [self.layers.index(layer) for layer in layers]
         one = functools.partial(extracted, self.server)
         with ThreadPool(min(self.answering.settings.batch_size, len(texts))) as pool:
@@ -110,7 +121,8 @@ class VllmStates:
                 read = states[:, columns]
                 if depth in layers:  # vLLM has these before the final norm
                     last = read[:, layers.index(depth)]
-                    last.copy_(norm(last.to(norm.weight.device)))
+                    with torch.no_grad():
+                        last.copy_(self.norm(last.float()))
                 yield read.to(torch.bfloat16)
 
 

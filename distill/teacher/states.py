@@ -67,11 +67,13 @@ class LocalStates:
     by: ClassVar[Answerer] = "local"
     load: Callable[[], Target]
 
-    @torch.inference_mode()
     def read(self, texts: Sequence[Tensor], layers: Sequence[int]) -> Iterator[Tensor]:
+        decoder = self.load().decoder  # loaded in inference mode it could not be trained from
         for text in texts:
-            states = read_states(self.load().decoder, text, layers)
-            yield torch.stack([state.to(torch.bfloat16).cpu() for state in states], 1)
+            with torch.inference_mode():
+                states = read_states(decoder, text, layers)
+                stacked = torch.stack([state.to(torch.bfloat16).cpu() for state in states], 1)
+            yield stacked
 
 
 def cache_states(answers: Answers, layers: Sequence[int], reader: StateReader) -> None:

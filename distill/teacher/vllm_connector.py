@@ -38,6 +38,8 @@ class StatesConnector(ExampleHiddenStatesConnector):
         try:
             tensors = {"token_ids": pending.token_ids, "hidden_states": states.cpu()}
             save_file(tensors, pending.filename)
+        except Exception as error:  # the client names the missing file; vLLM would end
+            print(f"{pending.filename} was not written: {error}", flush=True)
         finally:
             os.close(lock)
         self._req_copy_events[pending.req_id] = Copied()

@@ -87,8 +87,10 @@ def measure_servers(
                 f"{server.url} serves {server.model!r}, but {baseline.url} serves "
                 f"{baseline.model!r}; serve one target under one name (--served-model-name)."
             )
+        versions = [one.version for one in (server, baseline)]
+        unlike = None not in versions and versions[0] != versions[1]  # a gateway may hide them
         engines = [f"{one.engine} {one.version or ''}".strip() for one in (server, baseline)]
-        if engines[0] != engines[1]:
+        if server.engine != baseline.engine or unlike:
             raise ServerError(
                 f"{server.url} is {engines[0]}, but {baseline.url} is {engines[1]}, so the draft "
                 f"is not the only difference; serve both by one engine of one version."

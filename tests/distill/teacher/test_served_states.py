@@ -93,8 +93,8 @@ def started(monkeypatch, target):
             layers = config["hf_config"]["eagle_aux_hidden_state_layer_ids"]
             transfer = json.loads(options["--kv-transfer-config"])
             folder = transfer["kv_connector_extra_config"]["shared_storage_path"]
-            module = transfer["kv_connector_module_path"].replace(".", "/") + ".py"
-            assert (Path(variables["PYTHONPATH"]) / module).is_file()
+            module = transfer["kv_connector_module_path"] + ".py"
+            assert [path.name for path in Path(variables["PYTHONPATH"]).iterdir()] == [module]
             assert "--no-enable-prefix-caching" in arguments
         server = Extractor(target, layers, folder)
         servers.append(server)
@@ -189,6 +189,30 @@ def test_a_base_draft_is_that_of_the_loaded_target(
     assert made[0].keys() == made[1].keys()
     for name, tensor in made[0].items():
         torch.testing.assert_close(tensor, made[1][name], atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_a_draft_is_trained_further(job, folder, tmp_path, started, monkeypatch, kind):
+    keys = SHORT | {"target": str(folder / "roomy"), "max_steps": 1}
+    first = job(tmp_path / "first", **keys, drafter=kind)
+    assert run(first, measured=False) == 0
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setenv("DRAFTSMITH_CACHE", cache_without_answers(tmp_path / "cache"))
+    keys["draft"] = str(first.folder / "draft")
+    assert run(job(tmp_path / "again", **keys), measured=False) == 0
+    assert len(started) == 4
+
+
+def test_a_model_within_another_is_refused(job, tmp_path, quantised, started):
+    """Its tensors have other names."""
+    made = shutil.copytree(quantised, tmp_path / "nested")
+    inner = read_json(made / "config.json")
+    outer = {"model_type": "llava", "text_config": inner}
+    outer["quantization_config"] = inner.pop("quantization_config")
+    (made / "config.json").write_text(json.dumps(outer))
+    with pytest.raises(UserError, match="llava"):
+        run(job(tmp_path / "run", **SHORT, target=str(made), drafter="eagle3"))
+    assert not started
 
 
 def test_states_in_the_store_are_not_read_again(job, folder, tmp_path, started, monkeypatch):

@@ -161,6 +161,10 @@ def test_servers_that_cannot_be_measured(fake, drafting, plain, message):
         measure(fake(**drafting), fake(**plain), timeout=0.3 if "delay" in drafting else 5.0)
 
 
+def test_a_version_that_a_gateway_hides_is_no_difference(fake):
+    assert measure(fake(3), fake(1, version=None)).drafts["served"].speedup.mean > 0
+
+
 def test_a_server_that_is_down(fake):
     plain = fake(1)
     plain.stop()
@@ -236,6 +240,14 @@ def test_an_instruction_is_for_a_target_with_a_chat_template(fake, tmp_path, pro
     asked = drafting.requests + plain.requests
     paths = {path for path, body in asked if body.get("stream")}
     assert paths == {"/v1/chat/completions" if template else "/v1/completions"}
+
+
+def test_an_instruction_that_prompts_have_already_needs_no_tokenizer(fake, tmp_path):
+    """As those in a run's folder, whose target may be on another machine."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": [{"role": "user", "content": "Do: this"}]}\n')
+    asks = ["--instruction", "Do: {prompt}", *urls(fake(3), fake(1)), "--target", "not/here"]
+    assert command(rows, tmp_path, *asks) == 0
 
 
 def test_command_with_two_servers_and_loads(fake, tmp_path, prompts, capsys):
