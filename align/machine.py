@@ -174,6 +174,16 @@ def machine_lines(memory: int, disk: int, folder: Path, on_gpu: bool) -> list[st
     return lines
 
 
+def usual_dtype(on_cpu: bool) -> str:
+    """The dtype in which a model computes unless another is given.
+
+    On a CPU without bf16 instructions torch computes products of many rows nine times as fast in
+    fp32 (docs/lab-notes.md). Where there is no list of instructions, it has them.
+    """
+    flags = _read("/proc/cpuinfo") if on_cpu else ""
+    return "bfloat16" if not flags or "bf16" in flags else "float32"
+
+
 def cores() -> int:
     """The number of cores that this process may use."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None  # not on a Mac

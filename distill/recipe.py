@@ -19,11 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from align.errors import UserError
+from align.machine import usual_dtype
 from distill.drafters.kind import DraftKind, kinds
 from distill.losses import LossName
 from distill.teacher.store import AnswerSettings
@@ -110,7 +112,9 @@ class Recipe:
     max_gamma: Count = _key("longest draft length", 6)
     speed_prompts: Count = _key("most evaluation prompts that are timed", 40)
     tuning_prompts: Count = _key("training prompts set aside to choose the draft length", 8)
-    dtype: Literal["bfloat16", "float16", "float32"] = _key("of target and saved draft", "bfloat16")
+    dtype: Literal["bfloat16", "float16", "float32"] = _key(
+        "of target and saved draft; on a CPU without bf16 instructions float32", "bfloat16"
+    )
     dry_run: bool = _key("print what the run needs and a draft can gain, then stop", False)
     coverage_curve: bool = _key("print what trimmed heads would lose, then stop", False)
     training: dict[str, Any] = field(default_factory=dict)  # fields of TrainingArguments
@@ -265,6 +269,8 @@ def build_recipe(values: dict[str, Any]) -> Recipe:
             ) from error
     if lacking := [key for key in _REQUIRED if key not in values]:
         raise RecipeError(f"The recipe lacks the required {', '.join(lacking)}; add these keys.")
+    on_cpu = values.get("use_cpu", False) or not torch.cuda.is_available()
+    values = {"dtype": usual_dtype(on_cpu)} | values
     training = {key: value for key, value in values.items() if key not in OWN}
     recipe = Recipe(**{k: v for k, v in values.items() if k in OWN}, training=training)
     _check_together(recipe)

@@ -335,6 +335,7 @@ def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
     rates = NEW_RATES if recipe.draft is None and not recipe.kind.trained else TRAINED_RATES
     values: dict[str, Any] = {
         "learning_rate": rates[recipe.use_peft],
+        "bf16": recipe.dtype == "bfloat16" and not recipe.training.get("fp16", False),
         "report_to": "none",
         "ddp_timeout": WAIT,
         "save_total_limit": 2,

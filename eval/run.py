@@ -41,7 +41,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from align.check import Strategy
 from align.errors import UserError, masked
 from align.files import refuse_unwritable
-from align.machine import use_machine
+from align.machine import use_machine, usual_dtype
 from align.sources import (
     SourceError,
     gguf_value,
@@ -136,7 +136,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--goodput", type=_limits, metavar="NAME:MS,…", help=limits)
     strategies = ["auto", *get_args(Strategy)]
     add("--strategy", default="auto", choices=strategies, help="vocabulary mapping")
-    add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    usual = "default: bfloat16, float32 on a CPU without bf16 instructions"
+    add("--dtype", choices=["bfloat16", "float16", "float32"], help=usual)
     device = "of both models; auto: the target's layers over all GPUs, the draft on the first"
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help=device)
     add("--seed", type=int, default=42)
@@ -149,6 +150,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         given = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args))))
         parser.set_defaults(**_of_run(args.run, given))
         args = parser.parse_args(argv)
+    args.dtype = args.dtype or usual_dtype(args.device == "cpu")
     args.served = bool(args.base_url or args.baseline_url)
     if not (args.engine or args.served):
         args.engine = "torch"

@@ -27,7 +27,14 @@ LAYOUTS = {
     "EAGLE": (EAGLE | {"model_type": "qwen2"}, {"sliding_window": 4}),  # which is not used
     "EAGLE 3.1": (EAGLE | {"fc_norm": True, "norm_output": True}, {}),
 }
-SHAPE = {"num_hidden_layers": 1, "rms_norm_eps": 1e-5, "rope_theta": 5000.0}
+SHAPE = {
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "num_hidden_layers": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0,
+}
 
 
 class PublishedEagle3(nn.Module):

@@ -3,9 +3,11 @@ import typing
 from pathlib import Path
 
 import pytest
+import torch
 from ruamel.yaml import YAML
 from transformers import TrainingArguments
 
+from align import machine
 from align.errors import UserError
 from distill.recipe import (
     OWN,
@@ -20,6 +22,7 @@ from distill.recipe import (
     recipe_files,
     yaml_text,
 )
+from distill.trainer import training_config
 
 ALL = sorted(p for p in RECIPES.rglob("*.yaml") if p.parent != RECIPES / "accelerate")
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
@@ -272,6 +275,26 @@ def test_every_key_is_explained_in_help_and_docs(capsys):
     assert documented == [*OWN]
     fields = written.partition("## Fields of transformers.TrainingArguments")[2].partition(".\n")[0]
     assert re.findall(r"`(\w+)`", fields) == [*TRAINING]
+
+
+@pytest.mark.parametrize(
+    ("flags", "line", "device", "dtype"),
+    [
+        ("avx2", "", "cpu", "float32"),
+        ("avx2", "", "cuda", "bfloat16"),
+        ("avx2", "dtype: bfloat16\n", "cpu", "bfloat16"),
+        ("avx512f amx_bf16", "", "cpu", "bfloat16"),
+        (None, "", "cpu", "bfloat16"),  # not Linux
+    ],
+)
+def test_a_cpu_without_bf16_instructions_computes_in_fp32(
+    loaded, monkeypatch, flags, line, device, dtype
+):
+    monkeypatch.setattr(machine, "_read", lambda path: f"flags : {flags}\n" if flags else "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    recipe = loaded(line, "--use_cpu", str(device == "cpu").lower())
+    assert recipe.dtype == dtype
+    assert training_config(recipe).bf16 is (dtype == "bfloat16")
 
 
 def test_the_seed_is_one_for_everything(loaded):
