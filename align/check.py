@@ -24,7 +24,7 @@ from pydoc_data.topics import topics
 from typing import Any, Literal, get_args
 
 from align.checks import Comparison, Finding, Relation, find, find_by_weights
-from align.errors import UserError
+from align.errors import UserError, abridged
 from align.sources import SourceError, resolve_file
 from align.vocabulary import Vocabulary, read_vocabulary
 
@@ -268,8 +268,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def print_verdict(verdict: Verdict) -> None:
     lines = {
-        "target": verdict.target,
-        "draft": verdict.draft,
+        "target": abridged(verdict.target),
+        "draft": abridged(verdict.draft),
         "relation": verdict.relation,
         "mapping, unchanged draft": verdict.strategy or "none",
         "mapping, trained draft": verdict.tuned_strategy or "none",

@@ -1,4 +1,4 @@
-"""The base of all errors of these packages that a user can mend."""
+"""The base of all errors of these packages that a user can mend, and how texts are shown."""
 
 import re
 
@@ -7,6 +7,8 @@ _SECRET = re.compile(
     r"|([?&#][\w-]*(?:token|key|secret|password)=|Bearer |\bhf_(?=[a-z0-9]{30}))[^&\s'\"]+",
     re.IGNORECASE,
 )
+# what a `pypi:` spec of a file in several pieces has after the first piece
+_PIECES = re.compile(r"\+pypi:[^\s'\"#]+(#[^\s'\"]+)?")
 
 
 def masked(text: str) -> str:
@@ -14,11 +16,16 @@ def masked(text: str) -> str:
     return _SECRET.sub(lambda secret: f"{secret[1] or secret[2]}***", text)
 
 
+def abridged(text: str) -> str:
+    """The text with only the first piece of a file in several pieces, and the number of others."""
+    return _PIECES.sub(lambda rest: f" and {rest[0].count('+pypi:')} more pieces", text)
+
+
 class UserError(ValueError):
-    """An error that the user can mend: value, reason, remedy; as text without secrets.
+    """An error that the user can mend: value, reason, remedy; as text abridged, without secrets.
 
     Commands print it and exit with status 2. Any other exception is a fault of the program.
     """
 
     def __str__(self) -> str:
-        return masked(super().__str__())
+        return abridged(masked(super().__str__()))

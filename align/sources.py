@@ -340,12 +340,6 @@ def _parse(spec: str) -> tuple[list[_Part], str | None]:
     return parts, sha256[1].lower() if sha256 else None
 
 
-def abridged(spec: str) -> str:
-    """A short spec for display: the first piece of a file, and the number of other pieces."""
-    first, *others = spec.partition("#")[0].split(f"+{_WHEEL}")
-    return f"{first} and {len(others)} more pieces" if others else spec
-
-
 def _key(kind: str, parts: list[_Part]) -> str:
     """The cache key of the parts. It does not depend on a pinned checksum."""
     digest = hashlib.sha256("+".join(map("/".join, parts)).encode()).hexdigest()

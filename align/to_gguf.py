@@ -201,6 +201,8 @@ def _dflash(spec: str, target: Path | None) -> _Content:
             f"and {rows} tokens; name the draft's target."
         )
 
+    refuse_mask(spec, inner["mask_token_id"], target)
+
     def add_rest(writer: GGUFWriter) -> None:
         writer.add_uint32(f"{DFLASH}.block_size", inner.get("block_size") or config.block_size)
         writer.add_array(f"{DFLASH}.target_layers", states)
@@ -211,6 +213,16 @@ def _dflash(spec: str, target: Path | None) -> _Content:
         writer.add_mask_token_id(inner["mask_token_id"])
 
     return _Content(DFLASH, config, tensors, add_rest)
+
+
+def refuse_mask(draft: str, mask: int, target: Path) -> None:
+    """Raise UserError if a DFlash draft's mask is no token of its target's GGUF file."""
+    rows = len(gguf_reader(target).fields["tokenizer.ggml.tokens"].data)
+    if not 0 <= mask < rows:
+        raise UserError(
+            f"{draft!r} has mask token {mask}, but {target} has {rows} tokens; name the draft's "
+            "target, or correct mask_token_id."
+        )
 
 
 def _dflash_tensors(folder: Path, layers: int) -> tuple[dict[str, Tensor], set[str]]:

@@ -11,13 +11,14 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 
+from align.errors import abridged
 from align.files import atomic_file
-from align.sources import abridged, gguf_reader, read_json, resolve_file
+from align.sources import gguf_reader, read_json, resolve_file
 from distill.recipe import build_recipe, read_yaml
 from eval.decoding.target import weights_sha256
 from eval.engines.local_vllm import speculation
 from eval.engines.server import ServerError
-from eval.reporting.fields import REFERENCE, Report
+from eval.reporting.fields import REFERENCE, Report, name_and_length
 from eval.reporting.tables import result_table
 from eval.reporting.text import grid, plain
 from eval.reporting.verdict import label, measured_in, top
@@ -90,8 +91,8 @@ def write_card(
         in_one_file=in_one_file(spec),
         recipe=recipe,
         started=recipe.draft and abridged(public_name(recipe.draft)),
-        train_prompts=public_name(recipe.train_prompts),
-        eval_prompts=public_name(reports[0].prompts.source).partition("#")[0],
+        train_prompts=abridged(public_name(recipe.train_prompts)),
+        eval_prompts=abridged(public_name(reports[0].prompts.source)).partition("#")[0],
         asked=reports[0].prompts,
         vllm=vllm,
         gamma=gamma,
@@ -117,7 +118,9 @@ def served_gamma(reports: Sequence[Report], weights: set[str]) -> int:
         for report in reports
         for name, draft in report.drafts.items()
         if draft.gamma
-        and ((draft.sha256 in weights and draft.serves_alone) or name.split(", ")[0] == "tuned")
+        and (
+            (draft.sha256 in weights and draft.serves_alone) or name_and_length(name)[0] == "tuned"
+        )
     ]
     return max(found)[-1] if found else USUAL_GAMMA
 

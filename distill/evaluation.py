@@ -46,10 +46,9 @@ def evaluate(
     if load is not None and recipe.served:
         print_commands(recipe)
     elif load is not None and not pair.decoded_here:
-        measure = ["python", "-m", "eval.run", "--run", str(folder), "--engine", "vllm"]
         print(
             "\nThe draft is complete, not measured, because only an engine computes this target:"
-            f"\n\n    {shlex.join(measure)}"
+            f"\n\n    {shlex.join(in_vllm(recipe))}"
         )
     elif load is not None:
         report = _measured_here(recipe, pair, prompts, load(), clock, made_by)
@@ -101,14 +100,20 @@ def _measured_here(
         return build_report(*logs)
 
 
+def in_vllm(recipe: Recipe) -> list[str]:
+    """The command that measures the draft in vLLM; the report becomes that of the run."""
+    command = ["python", "-m", "eval.run", "--run", str(recipe.folder), "--engine", "vllm"]
+    gamma = recipe.gamma or USUAL_GAMMA
+    return [*command, "--output_dir", str(recipe.folder), "--gamma", str(gamma)]
+
+
 def print_commands(recipe: Recipe) -> None:
     """Print how to serve the draft, and how to compare its server with the target's."""
     served = read_json(recipe.folder / USED)["key"]["served model"]
     gamma, draft = recipe.gamma or USUAL_GAMMA, (recipe.folder / "draft").resolve()
     drafting = speculation(draft, gamma, draft_sample_method=recipe.draft_sample_method)
     serve = ["vllm", "serve", recipe.target, "--served-model-name", served, *drafting]
-    measure = ["python", "-m", "eval.run", "--run", str(recipe.folder), "--engine", "vllm"]
-    measure += ["--baseline_url", str(recipe.answer_url), "--gamma", str(gamma)]
+    measure = [*in_vllm(recipe), "--baseline_url", str(recipe.answer_url)]
     print(
         f"\nThe draft is complete, not measured. Serve the target with it where {draft} can be "
         f"read:\n\n    {shlex.join(serve)}\n\nand compare the two servers:\n\n"

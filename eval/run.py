@@ -60,7 +60,7 @@ from eval.engines.engine_server import EngineServer, Servers
 from eval.engines.llama_cpp import LlamaServers
 from eval.engines.load import GOODPUT, Load
 from eval.engines.local_vllm import VllmServers
-from eval.engines.served import client_of, measure_servers, measure_started
+from eval.engines.served import CLIENTS, client_of, measure_servers, measure_started
 from eval.engines.transformers_assisted import load_drafts, measure_assisted
 from eval.measuring.evaluation import Plan, context_length, evaluate
 from eval.measuring.intervals import FEWEST_CLUSTERS
@@ -96,7 +96,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--max_prompt_length", type=int, help="most tokens of a prompt; default: what fits")
     add("--long_prompts", choices=get_args(LongPrompts), default="error", help="for longer prompts")
     add("--run", type=Path, help="output folder of a training run: the defaults are its settings")
-    add("--output_dir", type=Path, default=Path("outputs/eval"), help="with --run: that folder")
+    place = (
+        "default with --run: that folder; in an engine RUN-ENGINE, in running servers RUN-served"
+    )
+    add("--output_dir", type=Path, default=Path("outputs/eval"), help=place)
     add("--temperature", type=float, default=0.0)
     add("--top_k", type=int)
     add("--top_p", type=float, default=1.0)
@@ -120,7 +123,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--max_prompts", type=int, help="most prompts; the seed draws them")
     add("--speed_prompts", type=int, default=40, help="most prompts that are timed")
     add("--tuning_prompts", type=int, default=8, help="set aside to choose the draft length")
-    engines = ["torch", "transformers", *SERVED]
+    engines = ["torch", "transformers", *(client.engine for client in CLIENTS)]
     add("--engine", choices=engines, help="default: torch; a running server names its own")
     running = "a running server with a draft, repeatable; default: servers start here"
     add("--base_url", action="append", metavar="[NAME=]URL", help=running)
@@ -185,6 +188,10 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
         yield f"{measured} takes one --gamma, not {args.gamma}"
     if args.goodput and not args.loads:
         yield "--goodput needs a load; give --concurrency or --request_rate"
+    own = args.output_dir / "report" / "report.json"
+    in_run = args.run is not None and args.output_dir.resolve() == args.run.resolve()
+    if engine != "torch" and in_run and own.exists() and read_json(own).get("engine") == "torch":
+        yield f"{measured} needs another --output_dir: the run's has the reference decoder's report"
     if args.served:
         if not (args.base_url and args.baseline_url and args.prompts):
             yield "running servers need --base_url, --baseline_url and --prompts"
@@ -193,12 +200,12 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
         if args.instruction and not args.target:
             yield "--instruction is for chat templates; give --target, whose tokenizer may have one"
         return
+    if engine == "sglang":
+        yield "engine sglang is not started here; give --base_url and --baseline_url"
     if not (args.target and args.draft and args.prompts):
         yield "give --target, --draft and --prompts, or --run DIR"
     if engine != "torch" and not args.gamma:
         yield f"engine {engine} needs --gamma, because it does not choose a draft length"
-    if engine != "torch" and args.run is not None and args.output_dir == args.run:
-        yield f"engine {engine} needs another --output_dir, because the run's has a report already"
 
 
 def _above_zero(kind: type[int] | type[float], text: str) -> float:
@@ -253,6 +260,9 @@ def _of_run(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     keys += ["chat_template_kwargs", "max_prompt_length", "long_prompts"]
     defaults = {key: recipe[key] for key in keys if recipe.get(key) is not None}
     defaults |= {"output_dir": folder, "tuning": folder / "prompts" / "tuning.jsonl"}
+    measured = "served" if given.base_url or given.baseline_url else given.engine
+    if measured not in (None, "torch"):
+        defaults["output_dir"] = Path(f"{os.path.abspath(folder)}-{measured}")
     if given.draft is None:
         tuned = folder / "draft"
         prepared = folder / "prepared"
@@ -323,8 +333,17 @@ def _prompts_of_gguf(args: argparse.Namespace, error: SourceError) -> PromptSet:
     prompts = in_chat_form(prompts, args.instruction, template, args.chat_template_kwargs)
     for prompt in prompts:
         refuse_without_template(prompt, template)
-    ids = [[0] * (len(prompt.content.encode()) + TEMPLATE) for prompt in prompts]
+    ids = [[0] * (_bytes_read(prompt) + TEMPLATE) for prompt in prompts]
     return PromptSet(args.prompts, prompts, ids, args.overlap)
+
+
+def _bytes_read(prompt: Prompt) -> int:
+    """The bytes of what a server reads of a prompt, without the text of its chat template."""
+    turns = prompt.messages or []
+    said = "".join([prompt.prompt or "", *(turn.get("content") or "" for turn in turns)])
+    # most templates render the other fields as JSON
+    rest = [turn | {"content": ""} for turn in turns], prompt.tools, prompt.chat_template_kwargs
+    return len((said + json.dumps(rest, ensure_ascii=False)).encode())
 
 
 def _named(text: str, default: str | None = None) -> tuple[str, str]:
@@ -332,7 +351,7 @@ def _named(text: str, default: str | None = None) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     # a pypi: spec contains ==, and an address may contain =
     if not equals or value.startswith("=") or "://" in name:
-        return default or Path(text).name, text
+        return default or Path(text.partition("#sha256=")[0]).name, text
     return name, value
 
 

@@ -44,6 +44,7 @@ class FakeVllm(ThreadingHTTPServer):
         self.step, self.first, self.gamma = 1, 1, 3
         self.names, self.root, self.routes = ["org/target"], "/models/target", {"/tokenize"}
         self.owner = "vllm"  # of its models; "sglang" also streams SGLang's own messages
+        self.owned_by = None  # what /v1/models has instead, as of a gateway
         self.version = "0.32.0"  # of vLLM
         self.incremental = False  # whether these have only what is new
         self.max_logprobs, self.max_model_len = 1000, 4096
@@ -57,8 +58,9 @@ class FakeVllm(ThreadingHTTPServer):
         self.delay = 0.0  # seconds before a response
         self.refuses_after = self.dies_after = 10**9  # responses; then 400, or an end amid a stream
         # Of the next completions of more than one token, one each: None, a status, (status,
-        # headers), "cut" amid the body, "hang"
+        # headers), "cut" amid the body, "abort" or "error" amid a stream, "hang"
         self.faults = []
+        self.error_status = 503  # of an "abort" or "error"
         self.mangle = None  # changes a completion that is not streamed
         self.key = None  # what every request has to bring; a refusal repeats what it brought
         self.padding = 0  # characters before that
@@ -138,7 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.answered():
             return
         if self.path == "/v1/models":
-            about = {"root": server.root, "owned_by": server.owner}
+            about = {"root": server.root, "owned_by": server.owned_by or server.owner}
             self.reply({"data": [{"id": name, **about} for name in server.names]})
         elif self.path == "/health":
             self.reply({})
@@ -204,16 +206,18 @@ class _Handler(BaseHTTPRequestHandler):
         fault = server.faults.pop(0) if server.faults and body["max_tokens"] > 1 else None
         if fault == "hang":
             time.sleep(2)
-        elif fault not in (None, "cut"):
+        elif fault not in (None, "cut", "abort", "error"):
             status, headers = fault if isinstance(fault, tuple) else (fault, {})
             return self.reply({"error": f"fault {status}"}, status, headers.items())
         tokens, rows, finish = server.model.write(ids, body)
+        if fault == "abort":
+            tokens, finish = tokens[:3], "abort"
         if self.path == "/completion":
             return self.complete_llama(ids, tokens, rows, finish, body)
         if self.path == "/generate":
             return self.complete_sglang(ids, tokens, rows, finish, body, fault == "cut")
         if body.get("stream"):
-            return self.stream(ids, tokens, finish, "messages" in body, fault == "cut")
+            return self.stream(ids, tokens, finish, "messages" in body, fault)
         choice = {"finish_reason": finish, "token_ids": tokens, "prompt_token_ids": ids}
         if body.get("echo"):
             read = server.model.read(ids)
@@ -290,6 +294,7 @@ class _Handler(BaseHTTPRequestHandler):
             about["completion_tokens"] = done
             if done == len(tokens):
                 kind = {"length": {"type": "length", "length": done}}
+                kind["abort"] = {"type": "abort", "status_code": server.error_status}
                 about["finish_reason"] = kind.get(finish, {"type": "stop", "matched": tokens[-1]})
                 if steps:
                     accepted = steps * (server.step - 1)
@@ -301,7 +306,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.event({"text": text, "output_ids": tokens[new], "meta_info": about})
         self.wfile.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
 
-    def stream(self, ids, tokens, finish, chat, cut):
+    def stream(self, ids, tokens, finish, chat, fault):
         """A chat sends the prompt's ids in a separate message, a completion with its first."""
         server = self.server
         self.send_response(200)
@@ -310,7 +315,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.event({"choices": [], **({"prompt_token_ids": ids} if chat else {})})
         done = 0
         while done < len(tokens):
-            if done > 5 and (cut or server.responses > server.dies_after):
+            if done > 5 and fault == "error":
+                self.event({"error": {"code": server.error_status, "message": "it failed"}})
+            if done > 5 and (fault or server.responses > server.dies_after):
                 self.close_connection = True  # amid the output
                 return
             step = tokens[done : done + (server.step if done else server.first)]

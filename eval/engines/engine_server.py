@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -24,7 +24,7 @@ from eval.decoding.verification import SampleMethod
 from eval.engines.comparison import Engine, Output, PromptOutputs
 from eval.engines.counters import Series, between, read_series
 from eval.engines.divergences import Judge, Logprobs, explain
-from eval.engines.server import AT_ONCE, Server, ServerError
+from eval.engines.server import AT_ONCE, Server, ServerError, passing
 from eval.prompts import Prompt
 
 
@@ -114,8 +114,18 @@ class EngineServer(Server, Engine, Judge, ABC):
         """Yields the messages of a streamed output. Raises ServerError for an error among them."""
         for message in self.stream(path, body, f" to prompt {prompt.id!r}"):
             if error := message.get("error"):
-                raise ServerError(f"{self.url} failed at prompt {prompt.id!r}: {error}")
+                raise ServerError(
+                    f"{self.url} failed at prompt {prompt.id!r}: {error}",
+                    passing=isinstance(error, dict) and passing(error.get("code")),
+                )
             yield message
+
+    def break_off(self, prompt: Prompt, again: bool = True) -> NoReturn:
+        """Raise ServerError for an output that did not end as it should. again: ask again."""
+        raise ServerError(
+            f"{self.url} broke off in its output for prompt {prompt.id!r}; read its log.",
+            passing=again,
+        )
 
 
 @dataclass(eq=False)
@@ -159,8 +169,13 @@ class Servers(ABC):
         """Convert checkpoints, and set the fields that are not given."""
 
     def lengths(self, draft: str, gammas: Sequence[int]) -> Sequence[int]:
-        """The lengths of `gammas` that apply to a draft; 0: the server has its own."""
-        return gammas
+        """The lengths of a draft, which are `gammas` or its longest; 0: the server has its own."""
+        most = self.longest_draft(draft)
+        return sorted({min(gamma, most or gamma) for gamma in gammas})
+
+    @abstractmethod
+    def longest_draft(self, draft: str) -> int | None:
+        """The most tokens that a draft was made for; None: any number."""
 
     @abstractmethod
     def serve(

@@ -18,7 +18,7 @@ import torch
 
 from align.errors import UserError
 from align.sources import cache_folder, gguf_kind, gguf_value, load_config, resolve_file
-from align.to_gguf import DFLASH, write_gguf
+from align.to_gguf import DFLASH, refuse_mask, write_gguf
 from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.prompt_run import PromptRun
@@ -87,9 +87,7 @@ class LlamaServer(EngineServer):
                 times.append(now)
             step = at
         if not steps or ended is None:
-            raise ServerError(
-                f"{self.url} broke off in its output for prompt {prompt.id!r}; read its log."
-            )
+            self.break_off(prompt, again=ended is None)
         run = PromptRun.of(prompt, len(ids), np.diff(times).tolist(), steps)
         return Output(run, ids, ended != "limit", text=text)
 
@@ -203,7 +201,12 @@ class LlamaServers(Servers):
 
     def lengths(self, draft: str, gammas: Sequence[int]) -> Sequence[int]:
         """n-grams alone have the server's own lengths, because a match costs no draft step."""
-        return [0] if draft == LOOKUP else gammas
+        return [0] if draft == LOOKUP else super().lengths(draft, gammas)
+
+    def longest_draft(self, draft: str) -> int | None:
+        file, architecture = self.files.get(draft, (None, None))
+        size = gguf_value(str(file), "ARCH.block_size") if architecture == DFLASH else None
+        return None if size is None else size - 1  # a block's first slot is the newest token
 
     @contextmanager
     def serve(
@@ -221,7 +224,11 @@ class LlamaServers(Servers):
     def _gguf(self, spec: str, kind: str, target: Path | None = None) -> tuple[Path, str]:
         """A GGUF file of the model, and its architecture. target: a draft's, as a GGUF file."""
         if gguf_kind(spec) is not None:
-            return resolve_file(spec), gguf_value(spec, "general.architecture")
+            mask = gguf_value(spec, "tokenizer.ggml.mask_token_id")
+            architecture = str(gguf_value(spec, "general.architecture"))
+            if target and architecture == DFLASH and mask is not None:
+                refuse_mask(spec, mask, target)
+            return resolve_file(spec), architecture
         path = self.scratch / f"{len(list(self.scratch.iterdir()))}.gguf"
         return path, write_gguf(spec, path, kind, target)
 

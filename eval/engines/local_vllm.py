@@ -34,7 +34,7 @@ from align.transplant import resized
 from align.vocabulary import read_vocabulary
 from eval.decoding.drafters import LOOKUP, mtp
 from eval.decoding.drafters.dflash import ARCHITECTURE
-from eval.decoding.drafters.formats import published_format
+from eval.decoding.drafters.formats import longest_draft, published_format
 from eval.decoding.verification import SampleMethod
 from eval.engines.engine_server import Servers
 from eval.engines.process import served_here
@@ -204,6 +204,12 @@ class VllmServers(Servers):
                     "first layer's in all layers, so it would accept fewer tokens than on a GPU; "
                     "measure it on a GPU, or here without --engine."
                 )
+
+    def longest_draft(self, draft: str) -> int | None:
+        folder, _ = self.loadable.get(draft, ("", False))
+        if not isinstance(folder, Path):  # a method without a draft model
+            return None
+        return longest_draft(read_json(folder / "config.json"))
 
     def serve(
         self, draft: str, gamma: int, draft_sample_method: SampleMethod | None

@@ -40,13 +40,14 @@ from eval.engines.vllm import VllmServer
 from eval.measuring.environment import environment
 from eval.measuring.evaluation import context_length
 from eval.measuring.intervals import Measured, measure, share
-from eval.measuring.runs import REFERENCE_ONLY, Speculation
+from eval.measuring.runs import AT_LONGEST, REFERENCE_ONLY, Speculation
 from eval.reporting.fields import Report
 
 TEMPLATE = 64  # most tokens of a chat template in a turn
 PATIENCE = 600.0  # most seconds without a byte from a server started here, which may use a CPU
 SLOTS = 16  # requests at a time that a server takes at a request rate, if it needs a number
 CONFIGURES = ("VLLM_", "OMP_", "NUMBA_", "LLAMA_ARG_")  # variables that change an engine
+CLIENTS: list[type[EngineServer]] = [VllmServer, LlamaServer, SglangServer]
 STEPS = ("tau", "mean_drafted", "accepted_over_drafted", "per_position")
 UNTOLD = {
     **REFERENCE_ONLY,
@@ -61,10 +62,9 @@ def client_of(url: str, engine: str | None) -> type[EngineServer]:
     engine: as the user names it; None: not named. It decides if the owner is unknown, as behind a
     gateway. Raises UserError if the server names another engine.
     """
-    clients: list[type[EngineServer]] = [VllmServer, LlamaServer, SglangServer]
     owner = Server(url).models[0].get("owned_by")
-    found = next((client for client in clients if client.owner == owner), None)
-    named = next((client for client in clients if client.engine == engine), VllmServer)
+    found = next((client for client in CLIENTS if client.owner == owner), None)
+    named = next((client for client in CLIENTS if client.engine == engine), VllmServer)
     if engine and found not in (None, named):
         raise UserError(f"{url} is owned by {owner!r}, not {engine}; omit --engine.")
     return found or named
@@ -141,9 +141,12 @@ def measure_started(
     """
     prompts, decoding = task.prompts, task.decoding
     positions = context_length(prompts.ids, decoding.max_new_tokens, max(gammas))
-    # a later turn has no more tokens than characters, besides those of the template
+    # a later turn has no more tokens than bytes, besides those of the template
     positions += max(
-        sum(len(text) + TEMPLATE + decoding.max_new_tokens for text in prompt.follow_ups or [])
+        sum(
+            len(text.encode()) + TEMPLATE + decoding.max_new_tokens
+            for text in prompt.follow_ups or []
+        )
         for prompt in prompts.prompts
     )
     positions = min(positions, engine.longest(target))
@@ -179,7 +182,9 @@ def measure_started(
         contenders = [Contender(serving)]
         for gamma, name, draft in sorted(wanted, key=itemgetter(0)):
             named = f"{name}, gamma {gamma}" if gamma and gammas[1:] else name
-            contender = Contender(partial(serving, draft, gamma), named, _facts(draft, gamma))
+            contender = Contender(
+                partial(serving, draft, gamma), named, _facts(draft, gamma, gamma in gammas)
+            )
             if draft in servers.unreadable:
                 contender.failures["prompts"] = servers.unreadable[draft]
             contenders.append(contender)
@@ -229,13 +234,15 @@ def _files(spec: str) -> list[Any]:
     return [path.name, facts]
 
 
-def _facts(path: str, gamma: int | None) -> dict[str, Any]:
+def _facts(path: str, gamma: int | None, asked: bool = True) -> dict[str, Any]:
+    """The facts of a contender. asked: whether this length was asked for, and not a longer one."""
+    fixed = "fixed" if asked else AT_LONGEST
     return {
         "path": path,
         "form": "served",
         "vocabulary": {"relation": "of the server", "strategy": "of the server", "coverage": None},
         "gamma": gamma or None,
-        "gamma_policy": "fixed" if gamma else "of the server",
+        "gamma_policy": fixed if gamma else "of the server",
         "missing": UNTOLD,
     }
 

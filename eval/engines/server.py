@@ -49,8 +49,14 @@ class ServerError(UserError):
     passing: whether the server may be usable again soon.
     """
 
-    status: int | None = None
-    passing = False
+    def __init__(self, text: str, status: int | None = None, passing: bool = False) -> None:
+        super().__init__(text)
+        self.status, self.passing = status, passing
+
+
+def passing(status: int | None) -> bool:
+    """Whether a server that failed with this HTTP status may be usable again soon."""
+    return status in PATIENT.status_forcelist
 
 
 def check_address(url: str) -> SplitResult:
@@ -115,10 +121,11 @@ class Server:
                 said = said.replace(self._key or API_KEY, API_KEY)[:300]
                 if response.status in (401, 403):
                     said += f"; set {API_KEY} to a valid key"
-                error = ServerError(f"{self.url}{path} answered {response.status}{about}: {said}")
-                error.status = response.status
-                error.passing = response.status in PATIENT.status_forcelist
-                raise error
+                raise ServerError(
+                    f"{self.url}{path} answered {response.status}{about}: {said}",
+                    status=response.status,
+                    passing=passing(response.status),
+                )
             try:
                 yield response
             finally:
@@ -136,9 +143,9 @@ class Server:
             )
             broken = f"cannot be reached or broke off ({reason}): start it, or check the address"
             timed_out = isinstance(reason, ReadTimeoutError)
-            failure = ServerError(f"{self.url} {silent if timed_out else broken}.")
-            failure.passing = not timed_out
-            raise failure from None
+            raise ServerError(
+                f"{self.url} {silent if timed_out else broken}.", passing=not timed_out
+            ) from None
 
     def ask(self, path: str, body: dict[str, Any] | None = None, about: str = "") -> Any:
         """The JSON response to a GET, or to a POST of `body`.

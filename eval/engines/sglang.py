@@ -18,7 +18,7 @@ from eval.decoding.prompt_run import PromptRun
 from eval.engines.comparison import Output
 from eval.engines.divergences import TOP, Logprobs
 from eval.engines.engine_server import EngineServer
-from eval.engines.server import UNPENALISED, ServerError
+from eval.engines.server import UNPENALISED, ServerError, passing
 from eval.measuring.runs import Speculation
 from eval.prompts import Prompt, chat_request, json_schema
 
@@ -64,10 +64,10 @@ class SglangServer(EngineServer):
             # with --incremental-streaming-output a message has only the new tokens and text
             text = message["text"] if len(output) == count else text + message["text"]
         finish = about.get("finish_reason") or {"type": "abort"}
-        if not steps or finish["type"] == "abort":
-            raise ServerError(
-                f"{self.url} broke off in its output for prompt {prompt.id!r}; read its log."
-            )
+        aborted = finish["type"] == "abort"
+        if aborted or not steps:
+            # the status tells whether the request itself was at fault
+            self.break_off(prompt, aborted and passing(finish.get("status_code") or 503))
         run = PromptRun.of(prompt, len(ids), np.diff(times).tolist(), steps)
         return Output(run, ids, finish["type"] == "stop", counts_of(about), text)
 

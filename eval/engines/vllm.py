@@ -55,10 +55,8 @@ class VllmServer(EngineServer):
                 if ids := choice.get("token_ids"):
                     steps.append(ids)
                     times.append(now)
-        if finish is None:
-            raise ServerError(
-                f"{self.url} broke off in its output for prompt {prompt.id!r}; read its log."
-            )
+        if finish in (None, "abort", "error"):
+            self.break_off(prompt)
         sent = sum(map(len, steps))
         if not prompt_ids or not sent or sent != usage.get("completion_tokens", sent):
             raise ServerError(

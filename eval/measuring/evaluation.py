@@ -29,7 +29,7 @@ from eval.measuring.environment import environment, gpu_name
 from eval.measuring.intervals import FEWEST_CLUSTERS, measure
 from eval.measuring.journal import Enough, Journal
 from eval.measuring.losslessness import LosslessCheck, read_sampled
-from eval.measuring.runs import DraftLog, RunLog, TargetOutput
+from eval.measuring.runs import AT_LONGEST, DraftLog, RunLog, TargetOutput
 from eval.measuring.timing import (
     Contender,
     decode_in_turns,
@@ -149,6 +149,8 @@ def evaluate(
                 f"draft length of {name}", partial(fastest_length, *given)
             )
             policy = f"fixed, fastest on {prompts} other prompts"
+        elif drafter.most is not None and length > drafter.most:
+            length, policy = drafter.most, AT_LONGEST
         lengths.append(length)
         policies.append(policy)
 

@@ -66,6 +66,8 @@ class Agreement:
     prompt_tokens: int | None = None
 
 
+# The policy of a draft length where a longer one was asked for.
+AT_LONGEST = "fixed at the longest of this draft"
 # Fields of a draft's report that only the reference decoder can measure, and why others cannot.
 REFERENCE_ONLY = {
     **dict.fromkeys(("alpha", "atlas"), "not measured in an engine; use --engine torch"),

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
-from align.errors import UserError
-from align.sources import abridged
+from align.errors import UserError, abridged
 from eval.decoding.drafters import LOOKUP_FIRST
 from eval.measuring.atlas import Atlas
 from eval.measuring.copy_share import TargetOutputs
@@ -30,6 +29,12 @@ from eval.measuring.sampled_check import FALSE_ALARMS, SampledCheck
 
 SCHEMA: Final = "draftsmith-report/1"
 REFERENCE = "torch"  # the reference decoder's engine name
+
+
+def name_and_length(name: str) -> tuple[str, str]:
+    """A draft's name without its draft length, and this length, or ""."""
+    base, _, length = name.partition(", gamma ")
+    return base, length
 
 
 class ReportError(UserError):
@@ -314,23 +319,23 @@ class Report(Part):
 
     @property
     def draft_length_by_load(self) -> dict[str, list[tuple[int, int, int]]]:
-        """(first, last concurrency, draft length) by draft's path, for vLLM's key
+        """(first, last concurrency, draft length) by draft's name without a length, for vLLM's key
         num_speculative_tokens_per_batch_size.
 
         The length is the one with the highest lower bound of the speed-up above 1x, else 0. The
         speed-up falls with the load, so a load between two measured ones has the length of the
         higher one. Loads above the highest measured one have length 0.
         """
-        lengths: dict[str, dict[int, tuple[float, int]]] = {}  # (bound, length) by path and load
-        for draft in self.drafts.values():
+        lengths: dict[str, dict[int, tuple[float, int]]] = {}  # (bound, length) by name and load
+        for name, draft in self.drafts.items():
             for point in draft.by_load if draft.gamma else ():
                 if point.concurrency:
-                    best = lengths.setdefault(draft.path, {})
+                    best = lengths.setdefault(name_and_length(name)[0], {})
                     bound = point.speedup.bounds[0], draft.gamma or 0
                     best[point.concurrency] = max(best.get(point.concurrency, (1.0, 0)), bound)
         schedules: dict[str, list[tuple[int, int, int]]] = {}
-        for path, loads in lengths.items():
-            schedule = schedules[path] = []
+        for base, loads in lengths.items():
+            schedule = schedules[base] = []
             for load, (_, length) in sorted([*loads.items(), (max(loads) + 1, (1.0, 0))]):
                 first = schedule[-1][1] + 1 if schedule else 1
                 if schedule and schedule[-1][2] == length:

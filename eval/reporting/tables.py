@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from align.errors import abridged
 from eval.measuring.copy_share import TargetOutputs
 from eval.measuring.intervals import FEWEST_CLUSTERS, Measured
 from eval.reporting.fields import REFERENCE, DraftReport, HeldOutCurve, Report
@@ -104,7 +105,7 @@ GAINS: Cells = [
     ("mean acceptance length", "tau", GAIN),
 ]
 DRAFTS: Cells = [
-    ("path", "path", "`{}`".format),
+    ("path", "path", lambda path: f"`{abridged(path)}`"),
     ("form measured", "form", str),
     ("vocabulary", "vocabulary.relation", str),
     ("vocabulary mapping", "vocabulary.strategy", str),
@@ -248,8 +249,8 @@ def gain_table(report: Report) -> Table:
 def load_table(report: Report) -> Table:
     """The loads, with vLLM's setting for each draft whose best length depends on the load."""
     schedules = [
-        f"For {path}: num_speculative_tokens_per_batch_size {json.dumps(ranges)}."
-        for path, ranges in report.draft_length_by_load.items()
+        f"For {label(name)}: num_speculative_tokens_per_batch_size {json.dumps(ranges)}."
+        for name, ranges in report.draft_length_by_load.items()
         if len(ranges) > 1
     ]
     points = (
@@ -304,7 +305,7 @@ def _setting(report: Report) -> Table:
         ("engine, device, dtype", f"{report.engine}, {report.device}, {report.dtype}"),
         *((key.replace("_", " "), value) for key, value in machine),
         *((key.replace("_", " "), value) for key, value in report.decoding if "gamma" not in key),
-        ("prompts", f"{prompts.source}, {prompts.n}"),
+        ("prompts", f"{abridged(prompts.source)}, {prompts.n}"),
         ("prompts sha256", prompts.sha256),
         ("in chat form", f"{prompts.in_chat_form:.0%}"),
         ("chat template kwargs", " or ".join(map(json.dumps, prompts.chat_template_kwargs))),

@@ -23,7 +23,7 @@ def print_summary(report: Report) -> None:
         lines += [f"  {name:{width}}  {times(value)}" for name, value in rows]
     lines += [f"  {first.note}"] if first.note else []
     lines += [f"Memory:  {first.memory}"] if first.memory else []
-    lines += [f"Next:    {first.command}"] if first.command else []
+    lines += [f"Next:    {command}" for command in first.commands]
     lines += [f"Warning: {warning.text}" for warning in find_warnings(report)]
     print("\n".join([*lines, first.setting]))
 
@@ -51,7 +51,7 @@ def render_markdown(report: Report) -> str:
         f"**{plain(lines.verdict)}**",
         f"Output check: {lines.output}.",
         *([f"Memory: {plain(lines.memory)}."] if lines.memory else []),
-        *(["Next:", indent(lines.command, "    ")] if lines.command else []),
+        *(["Next:", indent("\n".join(lines.commands), "    ")] if lines.commands else []),
         plain(lines.setting),
         "\n".join(f"- Warning: {plain(warning.text)}" for warning in find_warnings(report)),
         *(grid(loads) if loads.rows else ()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from eval.decoding.drafters import LOOKUP
 from eval.measuring.intervals import Measured
 from eval.measuring.output_check import Ledger
-from eval.reporting.fields import REFERENCE, Report
+from eval.reporting.fields import REFERENCE, Report, name_and_length
 
 NAMES = {  # shown names of a training run's drafts, in order
     "untuned": "base draft",
@@ -33,7 +34,7 @@ class Top:
     speedups: dict[int, list[tuple[str, Measured]]]  # by load: shown name (* REFERENCE_NOTE), value
     note: str
     memory: str
-    command: str
+    commands: list[str]  # to run next
     setting: str
 
 
@@ -56,7 +57,7 @@ def top(report: Report) -> Top:
         },
         note=REFERENCE_NOTE if starred else "",
         memory=_memory(report),
-        command=_command(report),
+        commands=list(_commands(report)),
         setting=_setting(report),
     )
 
@@ -66,19 +67,15 @@ def in_order(report: Report) -> list[str]:
     order = list(NAMES)
     return sorted(
         report.drafts,
-        key=lambda name: order.index(base) if (base := _parts(name)[0]) in order else len(order),
+        key=lambda name: (
+            order.index(base) if (base := name_and_length(name)[0]) in order else len(order)
+        ),
     )
-
-
-def _parts(name: str) -> tuple[str, str]:
-    """A draft's name without its draft length, and this length, or ""."""
-    base, _, length = name.partition(", gamma ")
-    return base, length
 
 
 def label(name: str) -> str:
     """The name under which a draft is shown."""
-    base, length = _parts(name)
+    base, length = name_and_length(name)
     shown = NAMES.get(base, base)
     return f"{shown}, draft length {length}" if length else shown
 
@@ -171,6 +168,12 @@ def loads_of(report: Report) -> list[int]:
     return sorted({load for draft in report.drafts.values() for load in draft.speedup_by_load})
 
 
+def _recommended_at_loads(report: Report) -> list[str]:
+    """The drafts that are recommended at a load, each once."""
+    names = dict.fromkeys(recommended(report, load) for load in loads_of(report))
+    return [name for name in names if name is not None]
+
+
 def _by_load(report: Report, loads: list[int]) -> str:
     """What to serve at each load; neighbouring loads with the same draft are one clause."""
     clauses: list[str] = []
@@ -193,7 +196,7 @@ def _by_load(report: Report, loads: list[int]) -> str:
 def _with_length(report: Report, name: str) -> str:
     """The shown name of a draft, with its draft length."""
     length = report.drafts[name].gamma
-    known = length and not _parts(name)[1]
+    known = length and not name_and_length(name)[1]
     return f"{label(name)} (draft length {length})" if known else label(name)
 
 
@@ -214,7 +217,7 @@ def _memory(report: Report) -> str:
     It is the size of the full-vocabulary checkpoint, because engines load this one.
     """
     names = ["tuned"] if "tuned" in report.drafts else []
-    for name in filter(None, [*names, recommended(report), *reversed(report.drafts)]):
+    for name in (*names, *_recommended_at_loads(report), *reversed(report.drafts)):
         draft = report.drafts[name]
         if draft.serves_alone and draft.path != LOOKUP and (memory := draft.memory):
             count = memory.full_form_bytes or memory.draft_bytes
@@ -225,23 +228,25 @@ def _memory(report: Report) -> str:
     return ""
 
 
-def _command(report: Report) -> str:
-    """The next command to run; empty if no draft is recommended."""
-    name = recommended(report)
+def _commands(report: Report) -> Iterator[str]:
+    """The next command for each draft that is recommended at a load."""
     # the traffic of llama.cpp and SGLang cannot be watched
-    if name is None or report.engine in ("llama.cpp", "sglang"):
-        return ""
-    if report.engine == "vllm":
-        return "python -m eval.drift report/report.json --metrics http://localhost:8000"
-    draft = report.drafts[name]
-    words = ["python", "-m", "eval.run"]
-    tuned = Path(report.drafts["tuned"].path) if "tuned" in report.drafts else None
-    if tuned is not None and "draft" in tuned.parts:
-        words += ["--run", str(Path(*tuned.parts[: tuned.parts.index("draft")]))]
-    else:
-        words += ["--target", report.target, "--draft", draft.path]
-        words += ["--prompts", report.prompts.source]
-    return shlex.join([*words, "--engine", "vllm", "--gamma", str(draft.gamma or 3)])
+    if report.engine in ("llama.cpp", "sglang"):
+        return
+    for name in _recommended_at_loads(report):
+        if report.engine == "vllm":
+            words = ["python", "-m", "eval.drift", "report/report.json", "--draft", name]
+            yield shlex.join([*words, "--metrics", "http://localhost:8000"])
+            continue
+        draft = report.drafts[name]
+        words = ["python", "-m", "eval.run"]
+        tuned = Path(report.drafts["tuned"].path) if "tuned" in report.drafts else None
+        if tuned is not None and "draft" in tuned.parts:
+            words += ["--run", str(Path(*tuned.parts[: tuned.parts.index("draft")]))]
+        else:
+            words += ["--target", report.target, "--draft", f"{name}={draft.path}"]
+            words += ["--prompts", report.prompts.source]
+        yield shlex.join([*words, "--engine", "vllm", "--gamma", str(draft.gamma or 3)])
 
 
 def _setting(report: Report) -> str:

@@ -16,10 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from align import to_gguf
-from align.errors import UserError
+from align.errors import UserError, abridged
 from align.sources import (
     SourceError,
-    abridged,
     cache_folder,
     load_config,
     load_model,
@@ -474,3 +473,5 @@ def test_a_file_in_many_pieces_is_shown_by_its_first():
     assert abridged("+".join(pieces) + sha) == f"{pieces[0]} and 2 more pieces"
     for spec in (pieces[0] + sha, "ORG/NAME"):
         assert abridged(spec) == spec
+    error = UserError(f"{'+'.join(pieces) + sha!r} is no draft; name another.")
+    assert str(error) == f"'{pieces[0]} and 2 more pieces' is no draft; name another."

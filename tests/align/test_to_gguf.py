@@ -318,6 +318,7 @@ def test_a_dflash_draft_has_its_targets_tokenizer(dflash, tmp_path):
         ({"dflash_config": {"target_layer_ids": [1]}}, "up to layer 2"),
         ({"hidden_size": 96}, "states of 96 numbers"),
         ({"vocab_size": 512}, "drafts 512 tokens"),
+        ({"dflash_config": {"target_layer_ids": [0], "mask_token_id": 448}}, "has mask token 448"),
     ],
 )
 def test_a_dflash_draft_that_cannot_be_written(dflash, tmp_path, changes, message):

@@ -126,6 +126,7 @@ def test_long_prompts_are_left_out_before_some_are_set_aside(folder, tmp_path, c
         ("--target T --draft D --engine vllm", "--gamma"),
         ("--target T --draft D --engine transformers --gamma 3 --strategy padded", "--strategy"),
         ("--target T --draft D --engine llama.cpp", "llama.cpp"),
+        ("--target T --draft D --engine sglang --gamma 2", "--base_url"),
         (
             "--target T --draft D --engine transformers --gamma 3 --draft_sample_method greedy",
             "--draft_sample_method",
@@ -210,6 +211,7 @@ def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys
         ("outputs/code/draft", "draft", "outputs/code/draft"),
         ("mine=outputs/code/draft", "mine", "outputs/code/draft"),
         ("pypi:x==1.0/m.gguf", "m.gguf", "pypi:x==1.0/m.gguf"),
+        ("pypi:x==1.0/m.gguf#sha256=a", "m.gguf", "pypi:x==1.0/m.gguf#sha256=a"),
         ("untuned=pypi:x==1.0/m.gguf#sha256=a", "untuned", "pypi:x==1.0/m.gguf#sha256=a"),
     ],
 )

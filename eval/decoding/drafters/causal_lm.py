@@ -26,14 +26,10 @@ from eval.decoding.verification import Sampling
 
 @dataclass(kw_only=True)
 class CausalLMDrafter(HeadDrafter):
-    """entries: number of head entries that may be drafted; later ones are padding. None: all.
-
-    most: the longest draft that the model was trained for. None: any length.
-    """
+    """entries: number of head entries that may be drafted; later ones are padding. None: all."""
 
     decoder: Decoder
     entries: int | None = None
-    most: int | None = None
 
     def __post_init__(self) -> None:
         self.kv_bytes_per_token = self.decoder.new_cache(1, 1).bytes_per_token()

@@ -63,6 +63,10 @@ class DFlash(DraftFormat):
             return None
         return int(config.get("draft_vocab_size") or plain_config(config)["vocab_size"])
 
+    def longest(self, config: Mapping[str, Any]) -> int | None:
+        known = self.head_size(config) is not None
+        return plain_config(config)["block_size"] - 1 if known else None
+
     def check_config(self, folder: Path, target: PreTrainedConfig) -> None:
         about = read_json(folder / "config.json")
         plain = plain_config(about)
@@ -83,6 +87,11 @@ class DFlash(DraftFormat):
             raise UserError(
                 f"{folder} reads the hidden states of layers {list(layers)}, but this target has "
                 f"{depth} layers; use the target that the draft was made for."
+            )
+        if not 0 <= inner["mask_token_id"] < target.vocab_size:
+            raise UserError(
+                f"{folder} has mask token {inner['mask_token_id']}, but this target has "
+                f"{target.vocab_size} tokens; correct mask_token_id in config.json."
             )
 
     def load(self, folder: Path, target: Target) -> DFlashDrafter:
@@ -268,7 +277,7 @@ class DFlashDecoder(FusedDecoder):
 
 @dataclass(kw_only=True)
 class DFlashDrafter(HeadDrafter):
-    """most: the longest draft. The acceptance rate is that of blocks of this length."""
+    """The acceptance rate is that of blocks of the longest draft."""
 
     decoder: DFlashDecoder
     most: int

@@ -79,7 +79,8 @@ class Drafter(ABC):
     vocab_size: V. path: its spec. vocabulary: relation to the target's vocabulary and the mapping.
     form: the checkpoint that runs. full_form_bytes: size of the full-vocabulary checkpoint for
     other engines. bytes: in memory, without tensors shared with the target. layers: numbers
-    (forward.py) of the target's hidden states that it reads.
+    (forward.py) of the target's hidden states that it reads. most: the longest draft that it was
+    made for; None: any length.
     """
 
     vocab_size: int
@@ -90,6 +91,7 @@ class Drafter(ABC):
     full_form_bytes: int | None = None
     kv_bytes_per_token: int = 0
     layers: tuple[int, ...] = ()
+    most: int | None = None
 
     @property
     def recorded(self) -> bool:

@@ -33,6 +33,10 @@ class DraftFormat:
         """Head entries of a published draft by its config.json; None if it is of another kind."""
         return None
 
+    def longest(self, config: Mapping[str, Any]) -> int | None:
+        """The longest draft by a config.json of this kind; None: any length, or another kind."""
+        return None
+
     def check_config(self, folder: Path, target: PreTrainedConfig) -> None:
         """Check a published draft by its config.json and the target's config, without weights.
 
@@ -67,3 +71,9 @@ def published_format(folder: Path) -> DraftFormat | None:
     config = read_json(folder / "config.json")
     known = (form for form in formats().values() if form.head_size(config) is not None)
     return next(known, None)
+
+
+def longest_draft(config: Mapping[str, Any]) -> int | None:
+    """The longest draft of the draft with this config.json; None: any length."""
+    lengths = (form.longest(config) for form in formats().values())
+    return next((length for length in lengths if length is not None), None)

@@ -183,5 +183,5 @@ class LookupFirstSession(Session):
 def lookup_first(draft: Drafter, stops: frozenset[int]) -> LookupFirst:
     """N-gram speculation before that draft. stops: the target's stop tokens."""
     about = {field.name: getattr(draft, field.name) for field in fields(Drafter)}
-    about["path"] = f"{LOOKUP_FIRST}{draft.path}"
+    about |= {"path": f"{LOOKUP_FIRST}{draft.path}", "most": None}  # n-grams have any length
     return LookupFirst(draft=draft, stops=stops, **about)

@@ -95,6 +95,9 @@ class Medusa(DraftFormat):
             return None
         return int(config.get("truncated_vocab_size") or config["vocab_size"])
 
+    def longest(self, config: Mapping[str, Any]) -> int | None:
+        return None if self.head_size(config) is None else config.get("num_heads")
+
     def check_config(self, folder: Path, target: PreTrainedConfig) -> None:
         config = read_json(folder / "config.json")
         computed = {"original_lm_head": True, "medusa_fc_bias": True, "num_hidden_layers": 1}
@@ -153,6 +156,9 @@ class MedusaDrafter(HeadDrafter):
     embedding: Tensor
     blocks: list[Product]
     head: Product
+
+    def __post_init__(self) -> None:
+        self.most = len(self.blocks)
 
     @property
     def recorded(self) -> bool:

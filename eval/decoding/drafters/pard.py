@@ -7,7 +7,7 @@ config.json. The model is a sibling, or the target's first layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ from eval.decoding.verification import Sampling
 
 
 class Pard(Pruned):
+    def longest(self, config: Mapping[str, Any]) -> int | None:
+        return config.get("pard_tokens")
+
     def drafter(self, model: Any, token_ids: Tensor | None, target: Target) -> PardDrafter:
         """The drafter of the target's first layers with a trained mask; on a CPU in int8."""
         # a copy, because the target keeps its embedding of the mask's id

@@ -142,6 +142,7 @@ def test_the_kind_and_the_head_are_read_from_the_draft(job, published, tmp_path)
         ("z-lab", {"attention_bias": True}, "attention_bias True"),
         ("z-lab", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ("z-lab", {"dflash_config": {"mask_token_id": 300, "target_layer_ids": [1]}}, "layers .2."),
+        ("z-lab", {"dflash_config": {"mask_token_id": 999, "target_layer_ids": [0]}}, "token 999"),
         ("medusa", {"original_lm_head": False}, "original_lm_head False"),
         ("medusa", {"num_heads": 5}, "weights of .* do not fit"),
     ],

@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import sys
 import threading
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import eval.run
 from align.errors import UserError
 from align.sources import SourceError, read_json
 from distill.models import check_models, target_ends
@@ -161,7 +163,8 @@ def test_a_quantised_target_gets_a_draft(
     assert answering.ended
     assert extracting.ended
     assert not Path(extracting.folder).exists()
-    assert f"eval.run --run {recipe.folder} --engine vllm" in capsys.readouterr().out
+    command = capsys.readouterr().out.partition("python -m eval.run ")[2]
+    assert eval.run.parse(shlex.split(command)[:8]).output_dir == recipe.folder
     pair = check_models(recipe)
     read = check_states(recipe.folder, pair.layers, target)
     assert pair.fit_layers == ((2,) if kind == "eagle3" else ())

@@ -35,6 +35,7 @@ from eval.decoding.transformers_forward import TransformersDecoder
 from eval.decoding.verification import Sampling
 from eval.decoding.weights import Product
 from eval.measuring.evaluation import Plan, evaluate
+from eval.measuring.runs import AT_LONGEST
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.build import build_report
 from tests.eval.decoding.enumeration import emitted, of_target, played, total_variation
@@ -277,6 +278,8 @@ def test_greedy_outputs_are_the_targets_own(world, made, own, name):
             assert run.tokens == tokens
             assert run.problem() is None
             assert max(run.drafted) <= length
+            if (most := made(name).most) is not None:
+                assert max(run.drafted) == min(length, most)
             drafted, accepted = drafted + sum(run.drafted), accepted + sum(run.accepted)
             if name.startswith("n-gram, then"):
                 free = sum(run.free)
@@ -496,3 +499,16 @@ def test_all_stand_in_a_report(world, made, journal):
         # the first token is right
         assert (draft.alpha.mean == 1) == (name in ("itself", "PARD"))
         assert (draft.payoff is None) == name.startswith("n-gram")
+
+
+def test_a_draft_that_cannot_be_as_long_is_reported_as_it_is(world, made, journal):
+    """Mutant: the report has the length that was asked for."""
+    names = ["itself", "PARD", "Medusa", "DFlash", "n-gram, then DFlash"]
+    prompts = PromptSet("made up", [Prompt("a", prompt="unused")], TEXTS[:1])
+    short = dataclasses.replace(GREEDY, max_new_tokens=16)
+    drafters, plan = {name: made(name) for name in names}, Plan(8, 3, 1)
+    logs = evaluate(world.target, drafters, prompts, prompts.first(0), short, plan, journal, {})
+    found = {log.name: (log.gamma, log.about["gamma_policy"]) for log in logs[1]}
+    assert [found[name][0] for name in names] == [8, DEPTH, DEPTH, 3, 8]
+    assert {policy for length, policy in found.values() if length == 8} == {"fixed"}
+    assert {policy for length, policy in found.values() if length < 8} == {AT_LONGEST}

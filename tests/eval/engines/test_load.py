@@ -136,9 +136,8 @@ ALWAYS_GAINS, AT_FEW = {1: 1.2, 4: 1.1, 8: 1.05}, {1: 1.4, 4: 1.1, 8: 0.8}
 )
 def test_the_length_to_serve_with_at_each_load(lowest_of, ranges):
     drafts = {
-        str(gamma): SimpleNamespace(
+        f"D, gamma {gamma}": SimpleNamespace(
             gamma=gamma,
-            path="D",
             by_load=[
                 SimpleNamespace(concurrency=load, speedup=SimpleNamespace(bounds=(lowest, 9.0)))
                 for load, lowest in points.items()

@@ -23,6 +23,7 @@ from eval.engines.served import measure_servers, measure_started
 from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer
 from eval.measuring.journal import Journal
+from eval.measuring.runs import AT_LONGEST
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.fields import read_report
 from eval.reporting.page import render_page
@@ -130,6 +131,16 @@ def test_an_overloaded_server_is_asked_again_and_the_last_try_is_timed(fake):
     report = measure(fake(3, faults=[None, None, *[503] * 9]), fake(1))
     assert report.drafts["served"].speedup.n == 1
     assert "answered 503" in report.provenance["failures"]
+
+
+@pytest.mark.parametrize("fault", ["abort", "error"])
+@pytest.mark.parametrize(("status", "prompts"), [(503, 3), (400, 1)])
+def test_an_output_that_fails_in_its_stream_is_asked_for_again(fake, fault, status, prompts):
+    """Mutant: an aborted output is a short one, and a mismatch."""
+    drafting = fake(3, faults=[None, None, fault], error_status=status)
+    draft = measure(drafting, fake(1)).drafts["served"]
+    prompts = 3 if fault == "abort" else prompts  # vLLM has no status for it
+    assert draft.lossless.identical == draft.lossless.prompts == prompts
 
 
 @pytest.mark.parametrize("fault", ["dies_after", "refuses_after"])
@@ -354,7 +365,7 @@ def test_servers_are_started_for_every_draft_and_length(tmp_path, prompts, pair,
         assert draft.lossless.identical == draft.speedup.n == 10
         assert draft.counters.mean_acceptance_length.mean == draft.gamma
         assert [point.concurrency for point in draft.by_load] == [1, 2]
-    assert set(report.draft_length_by_load) == {"prompt-lookup", str(tmp_path / "draft")}
+    assert set(report.draft_length_by_load) == {"lookup", "own"}
 
 
 @pytest.mark.parametrize("older", [False, True])
@@ -453,6 +464,40 @@ def test_a_draft_that_cannot_be_read_leaves_the_others(tmp_path, prompts, pair, 
 
 SHORT = Decoding(Sampling(), frozenset(), 8)
 ONE_PROMPT = Task(PromptSet("", [Prompt("a", prompt="x")], [[1]]), SHORT)
+
+
+def test_there_is_room_for_later_turns_in_any_script(tmp_path, start):
+    """A character may be as many tokens as it has bytes."""
+    starter = start(lambda config: FakeVllm(step=3))
+    save_sibling(tmp_path / "target", LARGE, 1)
+    (alone,) = ONE_PROMPT.prompts.prompts
+    turns = replace(alone, prompt=None, messages=PROMPTS[1].messages, follow_ups=["\u65e5" * 9])
+    for prompt in (alone, turns):
+        task = replace(ONE_PROMPT, prompts=PromptSet("", [prompt], [[1]]))
+        measure_started(VllmServers, str(tmp_path / "target"), {"own": "prompt-lookup"}, [2], task)
+    lengths = [int(a[a.index("--max-model-len") + 1]) for _, a, _ in starter.started]
+    assert lengths[-1] - lengths[0] == 3 * 9 + served.TEMPLATE + SHORT.max_new_tokens
+
+
+def test_no_draft_is_asked_for_more_than_it_was_made_for(tmp_path, start):
+    """DFlash, Medusa and PARD; others have any length."""
+    starter = start(lambda config: FakeVllm(step=3))
+    save_sibling(tmp_path / "target", LARGE, 1)
+    shape = read_json(tmp_path / "target" / "config.json")
+    save_published(tmp_path / "dflash", shape, [0])
+    for name, more in (("medusa", {"model_type": "medusa", "num_heads": 4}),
+                       ("pard", {"pard_token": 1, "pard_tokens": 5}), ("own", {})):  # fmt: skip
+        save_sibling(tmp_path / name, LARGE, 2)
+        (tmp_path / name / "config.json").write_text(json.dumps(shape | more))
+    drafts = {name: str(tmp_path / name) for name in ("dflash", "medusa", "pard", "own")}
+    report = measure_started(VllmServers, str(tmp_path / "target"), drafts, [4, 8], ONE_PROMPT)
+    lengths = {Path(c["model"]).name: set() for _, _, c in starter.started if c}
+    for config in (config for _, _, config in starter.started if config):
+        lengths[Path(config["model"]).name].add(config["num_speculative_tokens"])
+    assert lengths == {"dflash": {3}, "medusa": {4}, "pard": {4, 5}, "own": {4, 8}}
+    named = {name: draft.gamma_policy for name, draft in report.drafts.items()}
+    assert named["dflash, gamma 3"] == named["pard, gamma 5"] == AT_LONGEST
+    assert named["medusa, gamma 4"] == named["own, gamma 8"] == "fixed"
 
 
 def quantised(folder):

@@ -1,5 +1,7 @@
 """Drafts in running SGLang servers, fake ones that send SGLang's messages: requests and reports."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from eval.decoding.loop import Decoding, seed_of
@@ -94,6 +96,15 @@ def test_an_output_that_breaks_off(served, fault):
         SglangServer(served(3, **{fault: 0}).url).decode(Prompt("a", prompt="x"), GREEDY)
 
 
+@pytest.mark.parametrize(("status", "tries"), [(None, 2), (503, 2), (400, 1)])
+def test_an_aborted_output_is_asked_for_again(served, status, tries):
+    """Unless the request was at fault."""
+    server = served(3, faults=["abort"], error_status=status)
+    with nullcontext() if tries == 2 else pytest.raises(ServerError):
+        assert SglangServer(server.url).decode(Prompt("a", prompt="x"), GREEDY).run.tokens == TEXT
+    assert len(server.streamed) == tries
+
+
 def test_counts_at_a_load_are_those_of_its_requests(served):
     server = served(3)
     (asked, _) = passes(Load(2), [Prompt(str(i), prompt="x") for i in range(10)], 0)
@@ -132,3 +143,12 @@ def test_a_server_of_another_engine_is_refused(served, fake, command, capsys):
     assert command(served(3), fake(1)) == 2
     assert command(fake(3), served(1)) == 2
     assert capsys.readouterr().err.count("sglang") == 3
+
+
+def test_an_engine_behind_a_gateway_is_named(served, command, tmp_path):
+    """Its models have another owner."""
+    servers = served(3), served(1)
+    for server in servers:
+        server.owned_by = "gateway"
+    assert command(*servers, "--engine", "sglang") == 0
+    assert read_report(tmp_path / "report" / "report.json").engine == "sglang"

@@ -16,7 +16,7 @@ from eval.prompts import Prompt, PromptSet
 from eval.reporting.fields import read_report
 from eval.reporting.page import render_page
 from eval.reporting.warnings import find_warnings
-from eval.run import main
+from eval.run import main, parse
 from tests.byte_level import SHAPE, noisy, save
 
 FEW = ("--max_new_tokens", "8")
@@ -231,9 +231,25 @@ def test_the_report_of_a_run_is_not_replaced(folder, tmp_path, capsys):
     recipe |= {"top_p": 1.0, "max_new_tokens": 8, "dtype": "float32"}
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     (tmp_path / "vocab_check.json").write_text("{}")
-    with pytest.raises(SystemExit):
-        main(["--engine", "transformers", "--run", str(tmp_path), "--gamma", "2"])
-    assert "--output_dir" in capsys.readouterr().err
+    (tmp_path / "report").mkdir()
+    report = tmp_path / "report" / "report.json"
+    servers = ["--base_url", "http://h:1", "--baseline_url", "http://h:2"]
+    for asked, name in (
+        (["--engine", "transformers", "--gamma", "2"], "transformers"),
+        (["--engine", "vllm", "--gamma", "2"], "vllm"),
+        (["--engine", "vllm", *servers], "served"),
+        (servers, "served"),
+    ):
+        run = ["--run", str(tmp_path), *asked]
+        assert parse(run).output_dir == tmp_path.with_name(f"{tmp_path.name}-{name}")
+        place = ["--output_dir", f"{tmp_path}/draft/.."]
+        report.write_text('{"engine": "torch"}')
+        with pytest.raises(SystemExit):
+            main([*run, *place])
+        assert "--output_dir" in capsys.readouterr().err
+        report.write_text('{"engine": "vllm"}')  # that of a run whose target only servers compute
+        assert parse([*run, *place]).output_dir.samefile(tmp_path)
+    assert parse(["--run", str(tmp_path)]).output_dir == tmp_path
 
 
 def test_a_checkpoint_s_own_generation_config_is_left_aside(tiny_llama):

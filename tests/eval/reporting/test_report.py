@@ -4,12 +4,14 @@ import copy
 import dataclasses
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from eval import drift
 from eval.measuring.sampled_check import SampledCheck
 from eval.reporting.build import build_report, compared
 from eval.reporting.fields import LoadPoint, ReportError, read_report
@@ -361,6 +363,10 @@ def test_the_recommendation_is_by_load(sample_report):
     assert recommended(report) == "untuned"  # the draft is not shown to be faster than the free one
     report.gain[0].speedup.ci95 = (low, high)
     assert loads_of(report) == [1, 4, 8]
+    watched = [drift.parse(shlex.split(command)[3:]).draft for command in top(report).commands]
+    assert watched == ["tuned", "untuned"]
+    for text in (render_markdown(report), render_page(report)):
+        assert text.count("eval.drift") == 2
     words = verdict(report)
     assert words.index("distilled") < words.index("at 4 (1.16x") < words.index("no draft at 8")
     assert "1, 4, 8 requests at a time" in top(report).setting
@@ -368,6 +374,26 @@ def test_the_recommendation_is_by_load(sample_report):
     assert render_page(report).count('class="waterfall"') == 1 + 3
     for text in (render_markdown(report), render_page(report)):
         assert text.index("By load") < text.index("Results")  # before the speeds of one at a time
+
+
+def test_drafts_are_shown_by_their_names(run_info, measurement):
+    """Mutant: by their whole specs, which may have six lines; only the details have them, abridged.
+
+    The draft of a name in several lengths is one.
+    """
+    spec = "+".join(f"pypi:part{i}==1.0/part{i}.bin" for i in range(1, 7)) + f"#sha256={'0' * 64}"
+    names = ["untuned, gamma 2", "untuned, gamma 4", "mine"]
+    report = build_report(run_info, [measurement(name, 0.6, path=spec) for name in names])
+    report.engine = "vllm"
+    for draft in report.drafts.values():
+        draft.by_load = loads({1: (1.2, 1.3), 8: (0.9, 1.1)})
+    assert list(report.draft_length_by_load) == ["untuned", "mine"]
+    page, text = render_page(report), render_markdown(report)
+    for shown in (page, text):
+        assert "For base draft: num_speculative_tokens_per_batch_size" in shown
+        assert "part2" not in shown
+    assert "part1.bin and 5 more pieces" in page
+    assert "part1" not in text
 
 
 def loads(intervals):
@@ -393,7 +419,8 @@ def test_what_no_engine_serves_is_not_recommended(four_drafts):
     served = four_drafts.model_copy(update={"engine": "llama-server"})
     assert recommended(served) == "tuned+lookup"
     assert in_order(four_drafts) == ["untuned", "lookup", "tuned", "tuned+lookup"]
-    assert top(four_drafts).command.endswith("--run outputs/code --engine vllm --gamma 3")
+    (command,) = top(four_drafts).commands
+    assert command.endswith("--run outputs/code --engine vllm --gamma 3")
     assert "81.1 MiB" in top(four_drafts).memory  # of the full-vocabulary checkpoint
 
 
