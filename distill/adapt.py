@@ -37,9 +37,10 @@ from scipy.special import stdtrit
 
 from align.errors import UserError
 from align.files import atomic_folder, atomic_link, remove, write_errors_explained, write_json
-from align.sources import read_json
+from align.sources import quantisation, read_json, resolve_checkpoint
 from distill import train
 from distill.card import Publication, derived_licence, draft_weights
+from distill.models import too_large
 from distill.publish import check_files, copy_draft, unmet_conditions
 from distill.recipe import Recipe, load_recipe, read_yaml, yaml_text
 from distill.teacher.store import TEACHER
@@ -54,6 +55,7 @@ from distill.traffic import (
     write_rows,
 )
 from eval import run as evaluation
+from eval.decoding.drafters.formats import published_format
 from eval.decoding.target import weights_sha256
 from eval.measuring.journal import INTERRUPTED
 from eval.prompts import load_prompts
@@ -231,10 +233,9 @@ def adapt(args: argparse.Namespace) -> int:
             recipe = training_recipe(args, served, rows, work)
             # texts of users stay in this folder: none is stored in the cache that all runs share
             (recipe.folder / TEACHER).mkdir(parents=True)
-            train.run(recipe, measured=not args.gate)
-            status, reason = gated(
-                args, recipe, served, home / "reports" / name, home / "drafts" / name
-            )
+            train.run(recipe, measured=not args.gate, summary=False)
+            reports = home / "reports" / name
+            status, reason = gated(args, recipe, served, reports, home / "drafts" / name)
     finally:
         remove(work)
     state.until = rows.newest
@@ -244,6 +245,8 @@ def adapt(args: argparse.Namespace) -> int:
     if status == PUBLISHED:
         atomic_link(home / "previous", os.readlink(home / "current"))
         atomic_link(home / "current", f"drafts/{name}")
+    if reports.exists():  # the drafts were compared
+        print(f"Reports: {reports}")
     print(f"{VERDICTS[status]}: {reason}")
     return status
 
@@ -288,12 +291,32 @@ def training_recipe(args: argparse.Namespace, served: Path, rows: Split, work: P
     path = work / "recipe.yaml"
     path.write_text(yaml_text(values), encoding="utf-8")
     recipe = load_recipe(["--recipe", str(path), *args.train])
-    if recipe.served and not args.gate:
-        raise UserError(
-            f"The target is behind {recipe.answer_url}, so the drafts cannot be compared in the "
-            'reference decoder. Name an engine, as --gate "--engine vllm --gamma 4".'
-        )
+    refuse_uncomputed(recipe, served, bool(args.gate))
     return recipe
+
+
+def refuse_uncomputed(recipe: Recipe, served: Path, in_engine: bool) -> None:
+    """Raise UserError if only an engine computes the target, and this is not enough.
+
+    The errors of a training run advise keys that `training_recipe` sets. in_engine: whether the
+    drafts are compared in an engine.
+    """
+    if not recipe.served:
+        folder = resolve_checkpoint(recipe.target, quantised=True)
+        if not quantisation(folder) and not too_large(recipe):
+            return
+    engine_only = f"Only an engine computes {recipe.target!r} (quantised, too large or on a server)"
+    if form := published_format(served):
+        raise UserError(
+            f"{engine_only}, but the hidden states that a draft of kind {form.name!r} reads are "
+            "not requested for logged outputs. Train another draft with distill/train.py."
+        )
+    if not (recipe.served and in_engine):
+        raise UserError(
+            f"{engine_only}, so logged outputs and drafts cannot be checked in this process. Name "
+            'the target\'s server and an engine, as --train "--answer_url http://HOST:PORT" --gate '
+            '"--engine vllm --gamma 4".'
+        )
 
 
 def gated(
@@ -336,13 +359,13 @@ def gated(
 def measured(options: list[str], folder: Path) -> Report:
     """The report of eval.run with these options, in `folder`. Raises UserError if it fails."""
     command = [*options, "--output_dir", str(folder)]
-    status = evaluation.main(command)
+    status = evaluation.main(command, summary=False)
     if status == INTERRUPTED:
         raise KeyboardInterrupt
     if status:
         raise UserError(
-            f"python -m eval.run {shlex.join(command)} ended with status {status}, so the drafts "
-            "cannot be compared; its message above has the cause."
+            f"The drafts cannot be compared on {folder.name} prompts, because eval.run ended with "
+            f"status {status}; its message above has the cause."
         )
     return read_report(folder / "report" / "report.json")
 

@@ -7,6 +7,7 @@ and draft, if their weights are on this machine. Nothing is written to the run's
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import textwrap
 
@@ -16,7 +17,7 @@ from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedTokenizerBase
 
 from align.machine import machine_lines
-from align.sources import load_config, weights_cached
+from align.sources import load_config, read_json, resolve_checkpoint, weights_cached
 from distill.drafters.pruned import pruned_config
 from distill.models import Pair, check_models, parameters, target_loader
 from distill.prepare import untrained_drafter
@@ -54,7 +55,8 @@ def dry_run(recipe: Recipe) -> int:
     longest = max(map(len, prompts.training.ids + prompts.evaluation.ids))
     asked = to_answer(prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers)
     by_us = {"decoded_here": pair.decoded_here, "answers_here": answering.by == "local"}
-    print_memory(recipe, longest, asked, len(pair.layers), **by_us)
+    states = len(pair.layers), len(pair.fit_layers)
+    print_memory(recipe, longest, prompts.held_out.ids + asked, *states, **by_us)
     answering.check()
     if recipe.served:
         print(f"server: {recipe.answer_url} serves the target of this recipe")
@@ -105,25 +107,31 @@ def print_memory(
     longest: int,
     asked: list[list[int]],
     states: int,
+    fit_states: int,
     decoded_here: bool,
     answers_here: bool,
 ) -> None:
     """Print the needs of the stage with most memory, on each GPU, and what this machine has.
 
-    longest: tokens of the longest prompt. asked: the prompts of the outputs (token ids). states:
-    number of the target's hidden states that are stored at each token. decoded_here, answers_here:
-    whether the target is evaluated here, and generates the outputs here.
+    longest: tokens of the longest prompt. asked: the prompts of the outputs (token ids). states,
+    fit_states: number of the target's hidden states that are stored at each token, and at those of
+    the least-squares initialisation. decoded_here, answers_here: whether the target is evaluated
+    here, and generates the outputs here.
     """
     target = load_config(recipe.target).get_text_config()
     size = getattr(torch, recipe.dtype).itemsize
     if recipe.sibling is not None:
         draft = parameters(load_config(recipe.sibling).get_text_config())
     else:
-        layers = recipe.num_draft_layers if recipe.kind.language_model else 0
+        kept = recipe.num_draft_layers if recipe.kind.language_model else 0
         depth = target.num_hidden_layers
-        # without layers: one like the target's last, because the first ones may have no experts
-        sizes = [parameters(pruned_config(target, n)) for n in (layers, depth, depth - 1)]
-        draft = sizes[0] if layers else sizes[0] + sizes[1] - sizes[2]
+        sizes = [parameters(pruned_config(target, n)) for n in (kept, depth, depth - 1)]
+        draft = sizes[0]
+        if not kept:  # layers like the target's last, because the first ones may have no experts
+            about = None
+            if recipe.draft is not None:
+                about = read_json(resolve_checkpoint(recipe.draft, weights=False) / "config.json")
+            draft += recipe.kind.num_layers(recipe.num_draft_layers, about) * (sizes[1] - sizes[2])
     head_size = (
         getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
     )
@@ -142,7 +150,10 @@ def print_memory(
     needed = round(BESIDE * stages[name]) + RUNTIME
     most = len(asked) * recipe.answer_max_new_tokens
     disk = most * bytes_per_token(recipe.cache_top_k, target.vocab_size) + 3 * 4 * draft
-    disk += 2 * states * target.hidden_size * (sum(map(len, asked)) + most)  # in bf16
+    fitted = asked[: math.ceil(recipe.fit_tokens / recipe.answer_max_new_tokens)]
+    for count, prompts in ((states, asked), (fit_states, fitted)):
+        tokens = sum(map(len, prompts)) + len(prompts) * recipe.answer_max_new_tokens
+        disk += 2 * count * target.hidden_size * tokens  # in bf16
     print(f"{name} needs most memory (a coarse estimate)")
     on_gpu = not recipe.training.get("use_cpu", False)
     print("\n".join(machine_lines(needed, disk, recipe.folder, on_gpu)))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from align.files import atomic_folder, write_json
+from align.sources import read_json
 from distill.drafters.kind import Draft
 from distill.drafters.pruned import HEAD_ENTRIES
 from distill.models import Pair
@@ -46,20 +47,23 @@ def export_draft(
         if not kind.language_model:
             draft = Draft(distilled, ids)
             kind.save(partial, draft, pair.target_embedding(dtype), recipe.target)
-            return
-        full = distilled.to(dtype)
-        if recipe.sibling is None:
-            compact = partial / "compact"
-            compact.mkdir()
-            embedding = input_embedding(full).to(dtype)
-            # because a FrozenEmbedding returns fp32
-            full.set_input_embeddings(nn.Embedding.from_pretrained(embedding))
-            kind.save(compact, Draft(full, ids), embedding, recipe.target)
-            if ids is not None:
-                assert prepared.full_head is not None
-                full, agreement = full_vocabulary(full, ids, prepared.full_head, answers)
-                write_json(compact / FULL_FORM, agreement)
-        kind.exported(full).save_pretrained(partial)
+        else:
+            full = distilled.to(dtype)
+            if recipe.sibling is None:
+                compact = partial / "compact"
+                compact.mkdir()
+                embedding = input_embedding(full).to(dtype)
+                # because a FrozenEmbedding returns fp32
+                full.set_input_embeddings(nn.Embedding.from_pretrained(embedding))
+                kind.save(compact, Draft(full, ids), embedding, recipe.target)
+                if ids is not None:
+                    assert prepared.full_head is not None
+                    full, agreement = full_vocabulary(full, ids, prepared.full_head, answers)
+                    write_json(compact / FULL_FORM, agreement)
+            kind.exported(full).save_pretrained(partial)
+        about = read_json(partial / "config.json")
+        about.pop("auto_map", None)  # it names files with code, which the folder does not have
+        write_json(partial / "config.json", about)
 
 
 @torch.no_grad()

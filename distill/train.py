@@ -11,7 +11,6 @@ import os
 import shlex
 import sys
 import warnings
-from contextlib import closing
 from pathlib import Path
 
 if not __package__:
@@ -46,10 +45,11 @@ from eval.reporting.text import print_summary
 COVERED = 256  # number of outputs from which `coverage_curve` is computed
 
 
-def run(recipe: Recipe, measured: bool = True) -> int:
+def run(recipe: Recipe, measured: bool = True, summary: bool = True) -> int:
     """Check the recipe, then do the run or its dry run. Returns an exit status.
 
-    measured: whether the drafts are measured at the end.
+    measured: whether the drafts are measured at the end. summary: whether the end shows the results
+    and where they are.
     """
     timeout = float(recipe.training.get("ddp_timeout", WAIT))
     use_machine(join_processes(recipe.training.get("use_cpu", False), timeout))
@@ -61,10 +61,10 @@ def run(recipe: Recipe, measured: bool = True) -> int:
         return dry_run(recipe)
     refuse_another_run(recipe)
     with Clock(recipe.folder, recipe.minutes) as clock:
-        return run_stages(recipe, clock, measured)
+        return run_stages(recipe, clock, measured, summary)
 
 
-def run_stages(recipe: Recipe, clock: Clock, measured: bool) -> int:
+def run_stages(recipe: Recipe, clock: Clock, measured: bool, summary: bool) -> int:
     """All stages of a run; returns an exit status. Each stage resumes an interrupted run."""
     main_process = PartialState().is_main_process
     clock.stage("Check the pair, collect prompts")
@@ -80,7 +80,7 @@ def run_stages(recipe: Recipe, clock: Clock, measured: bool) -> int:
         clock.keep()
     if target is not None:
         clock.stage(f"The target's outputs are {target.verb}")
-        with closing(target):
+        with target:
             held_out = target.answers(prompts.held_out.ids)
             answers = answered(recipe, prompts, target, clock)
         if not answers:
@@ -122,6 +122,8 @@ def run_stages(recipe: Recipe, clock: Clock, measured: bool) -> int:
     report = evaluate(recipe, pair, prompts, load_target if measured else None, clock)
     delete_training_state(recipe.folder)
     clock.stage("Done")
+    if not summary:
+        return 0
     if report is not None:
         print_summary(report)
     print(f"\nDraft: {recipe.folder / 'draft'}")
@@ -135,9 +137,17 @@ def run_stages(recipe: Recipe, clock: Clock, measured: bool) -> int:
 def answered(recipe: Recipe, prompts: Prompts, target: AnsweringTarget, clock: Clock) -> Answers:
     """The target's outputs for the training prompts. Recipe or minutes limit their number."""
     asked = to_answer(prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers)
+    taught = recipe.train_on_prompts
+    every = to_answer(prompts.training.ids, recipe.answers_per_prompt, None)
+    missing = set(target.store.missing(target.names(every, taught)))
+    unused = set(range(len(asked), len(every))) - missing
+    if unused and not missing.isdisjoint(range(len(asked))) and PartialState().is_main_process:
+        print(
+            f"outputs: {len(unused)} cached ones are of later prompts than max_answers takes, "
+            "because the longest prompts are answered first; a larger max_answers uses them"
+        )
     if recipe.coverage_curve:
         asked = asked[:COVERED]
-    taught = recipe.train_on_prompts
 
     def first(count: int) -> Answers:
         return target.answers(asked[:count], taught)

@@ -462,7 +462,8 @@ def _made_by(args: argparse.Namespace) -> dict[str, Any]:
     return {"command": [*map(masked, sys.argv)], "seed": args.seed}
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], summary: bool = True) -> int:
+    """Returns an exit status. summary: whether the results are printed, and where they are."""
     try:
         args = parse(argv)
         folder = args.output_dir / "report"
@@ -481,8 +482,9 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    print_summary(report)
-    print(f"\nReport: {folder / 'report.html'}")
+    if summary:
+        print_summary(report)
+        print(f"\nReport: {folder / 'report.html'}")
     if failures := report.provenance.get("failures"):
         print(f"error: only a part was measured, {failures}", file=sys.stderr)
         return 2

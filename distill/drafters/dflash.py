@@ -38,6 +38,7 @@ from eval.decoding.drafters.dflash import (
     PREFIX,
     build_dflash,
     load_dflash,
+    plain_config,
 )
 from eval.decoding.weights import linear
 
@@ -51,6 +52,9 @@ class DFlash(DraftKind):
 
     def target_layers(self, target: Config, published: Config | None = None) -> tuple[int, ...]:
         return dflash.target_layers(target, published)
+
+    def num_layers(self, wanted: int, published: Config | None = None) -> int:
+        return wanted if published is None else int(plain_config(published)["num_hidden_layers"])
 
     @torch.no_grad()
     def initialise(self, origin: Origin) -> Draft:

@@ -59,6 +59,9 @@ class Eagle3(DraftKind):
     ) -> tuple[int, ...]:
         return eagle3.target_layers(target, published)
 
+    def num_layers(self, wanted: int, published: Mapping[str, Any] | None = None) -> int:
+        return 1 if published is None else int(layer_config(published).num_hidden_layers)
+
     def fit_layers(self, target: Mapping[str, Any]) -> tuple[int, ...]:
         return (target["num_hidden_layers"],)
 
@@ -88,6 +91,10 @@ class Eagle3(DraftKind):
         tensors["fc.weight"] = undivided(model)
         dtype = "dtype" if "dtype" in model.about else "torch_dtype"
         about = model.about | {dtype: str(embedding.dtype).removeprefix("torch.")}
+        if shape := about.get("transformer_layer_config"):
+            # vLLM reads these keys without the defaults of the layers' class
+            layers, keys = model.config.to_dict(), type(model.config)().to_dict()
+            about["transformer_layer_config"] = {key: layers[key] for key in keys} | shape
         if proposals := about.get("speculators_config"):
             names = load_config(target).architectures
             verifier = {"name_or_path": target, "architectures": names}

@@ -124,6 +124,13 @@ class DraftKind:
         """
         return ()
 
+    def num_layers(self, wanted: int, published: Config | None = None) -> int:
+        """The number of layers of a draft that keeps none of the target's.
+
+        wanted: num_draft_layers. published: config.json of a published draft.
+        """
+        return 1
+
     def fit_layers(self, target: Config) -> tuple[int, ...]:
         """The target's hidden states that only the least-squares initialisation reads."""
         return ()

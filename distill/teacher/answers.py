@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from accelerate import PartialState
@@ -100,7 +100,10 @@ class AnsweringTarget:
     def check(self) -> None:
         """Raise an error if the target cannot be used. The first process calls it before a run."""
 
-    def close(self) -> None:
+    def __enter__(self) -> None:
+        """Nothing is started before an output is missing."""
+
+    def __exit__(self, *error: Any) -> None:
         """End the server that was started for the outputs."""
 
     def names(self, prompts: list[list[int]], taught: bool = False) -> list[str]:

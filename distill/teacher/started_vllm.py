@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from accelerate import PartialState
 
@@ -79,9 +80,9 @@ class StartedVllm(ServedTarget):
         if not self.store.has_all(self.names(self.prompts)):
             vllm_python()
 
-    def close(self) -> None:
-        self.stack.close()
+    def __exit__(self, *error: Any) -> None:
         self.running = None
+        self.stack.__exit__(*error)  # `served_here` adds the end of the server's log to an error
 
     def made(self, missing: Mapping[str, list[int]], taught: bool) -> Made:
         if missing and PartialState().is_main_process and self.running is None:

@@ -119,6 +119,8 @@ def make_models(folder, tiny_llama):
         with torch.no_grad():
             model.lm_head.weight.mul_(8)  # sure of itself, so that there is something to learn
         model.generation_config.eos_token_id = 0
+        if name == "draft":
+            model.config.auto_map = {"AutoModel": "code.Draft"}
         model.save_pretrained(folder / name)
     save_target(folder / "mtp", "deepseek_v3", 6, spread=1, vocab_size=TOKENS, eos_token_id=0)
     words.from_pretrained(folder / "target").save_pretrained(folder / "mtp")

@@ -267,7 +267,7 @@ class Loop:
         self.now += 7 * DAY
         return main([str(self.run), "--traffic", "unread", *map(str, more)])
 
-    def train(self, recipe, measured=True):
+    def train(self, recipe, measured=True, summary=True):
         """What a training run leaves."""
         self.made += 1
         draft = recipe.folder / "draft"
@@ -277,7 +277,7 @@ class Loop:
         if measured:
             self.report(recipe.folder, self.gains[0], weights_sha256(str(draft)))
 
-    def evaluate(self, options):
+    def evaluate(self, options, summary=True):
         folder = Path(options[options.index("--output_dir") + 1])
         self.report(folder, self.gains[1], None)
         return 0
@@ -321,7 +321,8 @@ def loop(tmp_path, monkeypatch, reports):
     run = tmp_path / "code"
     made_draft(run / "draft", 0)
     made_draft(run / "draft" / "compact", 0)
-    recipe = {"target": "org/target-135m", "train_prompts": "a", "eval_prompts": "b"}
+    made_draft(tmp_path / "target", 0)
+    recipe = {"target": str(tmp_path / "target"), "train_prompts": "a", "eval_prompts": "b"}
     (run / "recipe.yaml").write_text(dump(build_recipe(recipe)))
     (run / "provenance.json").write_text("{}")
     made = Loop(run, reports)
@@ -398,7 +399,7 @@ def test_all_is_deleted(loop):
 def test_a_second_job_does_nothing(loop, monkeypatch):
     second = []
 
-    def train(recipe, measured):
+    def train(recipe, measured, summary):
         second.append(loop.call())
         loop.train(recipe, measured)
 
@@ -425,24 +426,49 @@ def test_training_that_improved_nothing_is_not_measured(loop, monkeypatch):
 
 @pytest.mark.parametrize(("status", "ends"), [(2, FAILED), (130, 130), (1, FAILED)])
 def test_a_measurement_that_fails_publishes_nothing(loop, monkeypatch, status, ends):
-    monkeypatch.setattr(module.evaluation, "main", lambda options: status)
+    monkeypatch.setattr(module.evaluation, "main", lambda options, summary: status)
     assert loop.call() == ends
     assert loop.served == 0
     assert not (loop.home / "state.json").exists()
     assert not (loop.home / "work").exists()
 
 
-@pytest.mark.parametrize(("options", "asked"), [([], 0), (["--gate", "--engine vllm"], 1)])
-def test_a_target_behind_a_server_needs_an_engine(loop, monkeypatch, options, asked):
+SERVER, ENGINE = ["--train", "--answer_url http://localhost:8000"], ["--gate", "--engine vllm"]
+EAGLE3 = {"speculators_model_type": "eagle3", "draft_vocab_size": 9}
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "options", "asked"),
+    [
+        ({}, {}, ENGINE, 1),
+        ({}, {}, SERVER, 0),
+        ({}, {}, SERVER + ENGINE, 1),
+        ({"quantization_config": {"quant_method": "awq"}}, {}, ENGINE, 0),
+        ({"quantization_config": {"quant_method": "awq"}}, {}, SERVER + ENGINE, 1),
+        ({}, EAGLE3, ENGINE, 1),
+        ({}, EAGLE3, SERVER + ENGINE, 0),  # a server sends no hidden states
+        ({"quantization_config": {"quant_method": "awq"}}, EAGLE3, ENGINE, 0),
+    ],
+)
+def test_a_target_that_is_not_computed_here_needs_server_and_engine(
+    loop, monkeypatch, capsys, target, draft, options, asked
+):
+    for folder, keys in ((loop.run.parent / "target", target), (loop.run / "draft", draft)):
+        path = folder / "config.json"
+        path.write_text(json.dumps(read_json(path) | keys))
     calls = []
-    monkeypatch.setattr(module.evaluation, "main", lambda options: calls.append(options) or 2)
-    assert loop.call("--train", "--answer_url http://localhost:8000", *options) == FAILED
+    monkeypatch.setattr(module.evaluation, "main", lambda *asked, summary: calls.append(asked) or 2)
+    assert loop.call(*options) == FAILED
     assert (len(calls), loop.made) == (asked, asked)
+    advised = "--answer_url" in capsys.readouterr().err
+    assert advised == (not asked and not draft)  # of a draft that can follow
 
 
 def test_the_gate_s_options_measure_both_parts(loop, monkeypatch):
     asked = []
-    monkeypatch.setattr(module.evaluation, "main", lambda options: asked.append(options) or 2)
+    monkeypatch.setattr(
+        module.evaluation, "main", lambda options, summary: asked.append(options) or 2
+    )
     assert loop.call("--gate", "--engine vllm --gamma 4") == FAILED
     (options,) = asked
     assert options[-6:-2] == ["--engine", "vllm", "--gamma", "4"]
@@ -452,7 +478,7 @@ def test_the_gate_s_options_measure_both_parts(loop, monkeypatch):
 def test_the_disk_that_may_be_used(loop, monkeypatch, capsys):
     monkeypatch.setattr(module, "WATCHED_EVERY", 0.01)
 
-    def never_ends(recipe, measured):
+    def never_ends(recipe, measured, summary):
         (recipe.folder / "large").write_bytes(bytes(2**20))
         while True:
             time.sleep(0.01)
@@ -648,6 +674,10 @@ def test_from_the_log_of_a_server_to_another_draft(
         seen = []
         patch.setattr(module, "judged", lambda *given: seen.append(given) or (PUBLISHED, "Why."))
         assert main(command) == PUBLISHED, capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert "old ones" in out
+    shown = re.findall(r"(?:Draft:|Reports?:|--run|eval\.demo) (\S+)", out)
+    assert [Path(path).absolute() for path in shown] == [*(run / "adapt" / "reports").iterdir()]
     (recent, earlier, margin) = seen[0]
     assert margin == 0.1
     assert recent.gain[0].alpha.bounds[0] > 0
@@ -670,4 +700,3 @@ def test_from_the_log_of_a_server_to_another_draft(
     assert not (run / "adapt" / "work").exists()
     assert sorted(cache_folder().rglob("*")) == cached
     assert main(command) == NOTHING  # no new row
-    assert "old ones" in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """A dry run: memory from configs, and what a draft can gain from costs that are set by hand."""
 
+import dataclasses
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,8 @@ from distill import dry_run, models
 from distill.train import run
 from eval.measuring.cost import StepCosts
 from eval.prompts import PromptSet
+from tests.dflash import save_published
+from tests.eagle3 import PublishedEagle3
 
 PRUNED = {"draft": None, "num_draft_layers": 1}
 CONFIGS = Path(__file__).with_name("configs")
@@ -57,11 +60,43 @@ def test_hidden_states_need_disk(job, tmp_path, capsys):
     """Each of a 70B's states takes 16 KiB a token."""
     target = str(CONFIGS / "Llama-3.1-70B-Instruct")
     recipe = job(tmp_path, target=target, **PRUNED, answer_max_new_tokens=300)
-    for layers in (0, 5):
-        dry_run.print_memory(recipe, 100, [[1] * 100] * 1000, layers, False, answers_here=False)
-    without, needed = re.findall(r"disk of .*: ([\d.,]+) GiB needed", capsys.readouterr().out)
-    states = 5 * 16 / 2**20 * 1000 * 400
-    assert float(needed) - float(without) == pytest.approx(states, abs=0.2)
+    recipe = dataclasses.replace(recipe, fit_tokens=59_800)
+    for layers in ((0, 0), (5, 0), (5, 2)):
+        dry_run.print_memory(recipe, 100, [[1] * 100] * 1000, *layers, False, answers_here=False)
+    shown = re.findall(r"disk of .*: ([\d.,]+) GiB needed", capsys.readouterr().out)
+    without, needed, fitted = map(float, shown)
+    states = 16 / 2**20 * 400
+    assert needed - without == pytest.approx(5 * 1000 * states, abs=0.2)
+    assert fitted - needed == pytest.approx(2 * 200 * states, abs=0.2)  # only for the first outputs
+
+
+@pytest.mark.parametrize(
+    ("keys", "layers"),
+    [
+        ({"drafter": "dflash"}, 1),
+        ({"drafter": "dflash", "num_draft_layers": 4}, 4),
+        ({"drafter": "dflash", "draft": "z-lab"}, 2),
+        ({"drafter": "dflash", "draft": "speculators"}, 2),
+        ({"drafter": "eagle3", "num_draft_layers": 4}, 1),
+        ({"drafter": "eagle3", "draft": "speculators, Qwen3 layers"}, 2),
+        ({"drafter": "medusa", "num_draft_layers": 4}, 1),
+    ],
+)
+def test_the_layers_of_a_draft_need_memory(job, tmp_path, monkeypatch, capsys, keys, layers):
+    shape = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 16, "head_dim": 8}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    if keys.get("drafter") == "dflash" and "draft" in keys:
+        ids = torch.arange(99) if keys["draft"] == "speculators" else None
+        save_published(tmp_path / "draft", shape, [1], ids)
+    elif "draft" in keys:
+        PublishedEagle3(keys["draft"], shape, [1], torch.arange(99)).save(tmp_path / "draft")
+    monkeypatch.setattr(dry_run, "RUNTIME", 0)
+    keys = PRUNED | keys | ({"draft": str(tmp_path / "draft")} if "draft" in keys else {})
+    recipe = job(tmp_path, target=str(CONFIGS / "Llama-3.1-8B-Instruct"), **keys)
+    dry_run.print_memory(recipe, 100, [[1]], 0, 0, False, answers_here=False)
+    (needed,) = re.findall(r"memory.*: ([\d.,]+) GiB needed", capsys.readouterr().out)
+    ends, layer = 2 * 128_256 * 4096, 218_112_000  # parameters
+    assert float(needed) == pytest.approx(1.3 * 16 * (ends + layers * layer) / 2**30, rel=1e-2)
 
 
 @pytest.mark.parametrize("name", ["target", "large"])
@@ -88,7 +123,7 @@ def test_what_eight_gpus_need(job, tmp_path, monkeypatch, capsys, changes, proce
     monkeypatch.setattr(dry_run, "PartialState", lambda: SimpleNamespace(num_processes=processes))
     pair = {key: str(CONFIGS / f"Llama-3.1-{b}B-Instruct") for key, b in PAIR.items()}
     recipe = job(tmp_path, **pair | changes, use_cpu=False, dtype="bfloat16")
-    dry_run.print_memory(recipe, 100, [[1]] * 10, 0, not recipe.served, answers_here=True)
+    dry_run.print_memory(recipe, 100, [[1]] * 10, 0, 0, not recipe.served, answers_here=True)
     (line,) = re.findall("memory of a GPU: .*", capsys.readouterr().out)
     assert f"{needed} GiB needed" in line
     assert ("TOO LITTLE" in line) == (needed > 79)

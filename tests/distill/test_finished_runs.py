@@ -42,6 +42,7 @@ def test_it_leaves_what_is_promised(recipe):
     assert [name for name in FILES if not (recipe.folder / name).is_file()] == []
     pruned = recipe.draft is None and recipe.kind.language_model
     assert (recipe.folder / "draft" / "compact" / "compact.json").is_file() == pruned
+    assert "auto_map" not in read_json(recipe.folder / "draft" / "config.json")  # no file of code
     if recipe.kind.language_model:  # engines load it over the target's whole vocabulary
         draft, target = (
             read_json(Path(folder) / "config.json")

@@ -20,6 +20,8 @@ from distill import models, train
 from distill.models import check_models
 from distill.recipe import RecipeError, dump
 from distill.run_folder import refuse_another_run
+from distill.teacher import answers
+from distill.teacher.store import Store
 from distill.train import main, run
 from eval.decoding.target import weights_sha256
 from eval.prompts import PromptError
@@ -211,6 +213,32 @@ def test_who_answers_may_change_in_a_folder_and_what_is_asked_may_not(job, tmp_p
         (recipe.folder / "recipe.yaml").write_text(damaged)
         with pytest.raises(RecipeError, match=r"another recipe|restore"):
             refuse_another_run(recipe)
+
+
+def test_cached_outputs_that_a_lower_max_answers_leaves_out_are_counted(
+    job, tmp_path, monkeypatch, capsys
+):
+    """A stopped run has the outputs of the longest prompts, not of the first ones."""
+    append = Store.append
+
+    def stopped(*given):
+        append(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(answers, "ANSWERS_PER_SHARD", 5)
+        patch.setattr(Store, "append", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            run(job(tmp_path / "stopped", answer_batch_size=5))
+    capsys.readouterr()
+    for status in (True, False):  # the second time all that is asked for is there
+        recipe = job(tmp_path / f"fewer {status}", max_answers=5, coverage_curve=True)
+        assert run(recipe) == 0
+        shown = capsys.readouterr().out
+        found = re.search(r"outputs: (\d) cached ones .* max_answers", shown)
+        made = re.search(r"outputs: (\d) of 5 generated", shown)
+        assert (found is not None) == status
+        assert int(made[1]) == (int(found[1]) if found else 0)
 
 
 @pytest.mark.parametrize("kind", [PRUNED, {}])

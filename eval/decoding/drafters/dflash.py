@@ -74,6 +74,7 @@ class DFlash(DraftFormat):
         parts = {
             "model_type": (plain.get("model_type"), "qwen3"),
             "attention_bias": (bool(plain.get("attention_bias")), False),
+            "is_causal": (bool(plain.get("is_causal")), False),
             "layer_types": (sorted({*FULL, *(plain.get("layer_types") or ())}), FULL),
             "mask_embedding.pt": ((folder / "mask_embedding.pt").exists(), False),
         }
@@ -124,7 +125,6 @@ def plain_config(about: Mapping[str, Any]) -> dict[str, Any]:
         "mask_token_id": about["mask_token_id"],
         "target_layer_ids": [number - 1 for number in about["aux_hidden_state_layer_ids"]],
         "sample_from_anchor": about.get("sample_from_anchor", False),
-        "causal": not about.get("sliding_window_non_causal", True),
     }
     kept = {key: about[key] for key in ("block_size", "draft_vocab_size") if key in about}
     return {**shape, **kept, "dflash_config": inner}

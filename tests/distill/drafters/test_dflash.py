@@ -166,6 +166,7 @@ def test_the_layout_of_speculators_is_read_like_z_labs(target, draft, tmp_path):
     inner = shape.pop("dflash_config")
     about = {"speculators_model_type": "dflash", "block_size": shape.pop("block_size")}
     about |= {"mask_token_id": MASK, "transformer_layer_config": shape}
+    about |= {"sliding_window_non_causal": False}  # of layers with a window: there are none
     about["aux_hidden_state_layer_ids"] = [i + 1 for i in inner["target_layer_ids"]]
     path.write_text(json.dumps(about))
     assert FORMAT.head_size(about) == VOCAB

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING
 
 from align.sources import read_json
 from distill.drafters import eagle3
@@ -111,6 +112,13 @@ def test_it_trains_and_drafts_what_the_published_draft_computes(target, warm_sta
     assert len(seen) > 3
 
 
+VLLM = (  # reads them without a default
+    *("hidden_size", "hidden_act", "intermediate_size", "num_attention_heads", "rope_parameters"),
+    *("num_key_value_heads", "num_hidden_layers", "rms_norm_eps", "max_position_embeddings"),
+    *("vocab_size",),
+)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_published_draft_is_written_as_it_was_read(target, warm_start, tmp_path, layout):
     target.model.save_pretrained(tmp_path / "target")
@@ -129,6 +137,10 @@ def test_a_published_draft_is_written_as_it_was_read(target, warm_start, tmp_pat
     was, now = (read_json(place / "config.json") for place in (folder, written))
     if "speculators_config" in was:
         was["speculators_config"]["verifier"]["name_or_path"] = str(tmp_path / "target")
+        shape, layers = was.pop("transformer_layer_config"), now.pop("transformer_layer_config")
+        assert {key: layers[key] for key in shape} == shape
+        completed = CONFIG_MAPPING[shape["model_type"]](**shape)
+        assert {key: layers[key] for key in VLLM} == {key: getattr(completed, key) for key in VLLM}
     assert now == was
 
 
@@ -153,6 +165,7 @@ def test_the_export_has_the_names_that_engines_load(finished):
     assert config["draft_vocab_size"] == len(tensors["d2t"]) == 270
     layer, verifier = config["transformer_layer_config"], config["speculators_config"]["verifier"]
     assert (layer["model_type"], layer["architectures"]) == ("llama", ["LlamaForCausalLM"])
+    assert layer.keys() >= {*VLLM}
     assert verifier["architectures"] == ["LlamaForCausalLM"]  # the target's
     assert tensors["layers.0.self_attn.q_proj.weight"].shape[1] == 2 * layer["hidden_size"]
     assert {"fc.weight", "norm.weight", "lm_head.weight", "t2d"} <= tensors.keys()

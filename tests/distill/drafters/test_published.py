@@ -98,8 +98,12 @@ def test_it_starts_as_it_was_is_tuned_and_leaves_in_its_layout(
     changed = {"torch_dtype", "dtype", "speculators_config", "transformers_version"}
     if KIND_OF[layout] == "dflash":  # it leaves in z-lab's layout
         was = dflash.plain_config(was)
-        changed |= {"rope_scaling", "rope_theta", "tie_word_embeddings"}
+        changed |= {"rope_scaling", "rope_theta", "tie_word_embeddings", "auto_map"}
+        assert "auto_map" not in now  # dflash.py is not in the folder
         assert now["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000}
+    if shape := was.get("transformer_layer_config"):  # which has gained its class's defaults
+        layers = now.pop("transformer_layer_config")
+        assert {key: layers[key] for key in was.pop("transformer_layer_config")} == shape
     for key in was.keys() - changed:
         assert now[key] == was[key]
     was, now = (load_file(folder / "model.safetensors") for folder in folders)
@@ -140,6 +144,7 @@ def test_the_kind_and_the_head_are_read_from_the_draft(job, published, tmp_path)
         ("eagle", {"hidden_size": 96}, "target with hidden_size 96, but this target has"),
         ("eagle", {"norm_before_fc": True}, "weights of .* do not fit"),
         ("z-lab", {"attention_bias": True}, "attention_bias True"),
+        ("z-lab", {"is_causal": True}, "is_causal True"),  # which vLLM obeys
         ("z-lab", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ("z-lab", {"dflash_config": {"mask_token_id": 300, "target_layer_ids": [1]}}, "layers .2."),
         ("z-lab", {"dflash_config": {"mask_token_id": 999, "target_layer_ids": [0]}}, "token 999"),

@@ -1,7 +1,7 @@
 """A vLLM of the run's own, with a stand-in for it: started when needed, and always ended."""
 
 import sys
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -33,6 +33,8 @@ def started(monkeypatch):
         servers.append((server, target, arguments))
         try:
             yield server.url
+        except ServerError as error:  # as eval.engines.process adds the end of the log
+            raise ServerError(f"{error} Its last words.") from None
         finally:
             server.stop()
             server.ended = True
@@ -91,13 +93,14 @@ def test_it_ends_whatever_happens_and_what_it_answered_stays(asked, started, mon
             raise failure
 
     monkeypatch.setattr(asked.store, "append", fails)
-    with pytest.raises(failure), closing(asked):
+    with pytest.raises(failure) as raised, asked:
         asked.answers(asked.prompts)
+    assert ("Its last words." in str(raised.value)) == (failure is ServerError)
     assert started[0][0].ended
     kept = 11 - len(asked.store.missing(names_of(asked.prompts)))
     assert 0 < kept < 11
     monkeypatch.setattr(asked.store, "append", append)
-    with closing(asked):
+    with asked:
         assert len(asked.answers(asked.prompts)) == 11
     assert started[1][0].ended
     assert started[1][0].answered < 11 - kept + 2  # the check, and none of those that are there
@@ -106,7 +109,7 @@ def test_it_ends_whatever_happens_and_what_it_answered_stays(asked, started, mon
 def test_it_takes_one_gpu_as_an_evaluation_does(asked, started, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (40 * 2**30, 80 * 2**30))
-    with closing(asked):
+    with asked:
         asked.answers(asked.prompts)
     options = dict(pairwise(started[0][2]))
     assert options["--tensor-parallel-size"] == "1"
