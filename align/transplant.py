@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from align.errors import UserError
 from align.token_bytes import is_used
 from align.vocab_map import Retokenizer, VocabMap
 from align.vocabulary import Vocabulary
@@ -62,16 +61,11 @@ def transplant(
     A mapped token keeps its row. A new token is split into tokens of the draft: its input row is
     that of the last piece, its output row the front-weighted mean of the pieces' rows. If the
     weights are tied, this mean is used for both. Ids without a token get a row that is never
-    likely. Raises UserError for a head with a bias or changed logits.
+    likely. The head has no bias, and the logits are not changed after it (`choose_strategy`).
     """
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
-    if head.bias is not None or draft.logit_changes:
-        addition = "a bias" if head.bias is not None else str(draft.logit_changes)
-        raise UserError(
-            f"TOK-012: the head of {draft.spec!r} has {addition}, and new tokens have no value "
-            "for it; use strategy intersection, or another draft."
-        )
+    assert head.bias is None, "new tokens have no value for it"
     assert rows >= target.count, "a token would have no row"
     tied = head.weight is embedding.weight
     retokenizer = Retokenizer(vocab_map, target, draft)

@@ -172,8 +172,8 @@ def _parse(spec: str, folder: Path) -> Vocabulary:
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
     special_ids = {name: getattr(tokenizer, f"{name}_id") for name in SPECIAL_NAMES}
-    ends = special_ids["eos_token"], config.get("eos_token_id", top.get("eos_token_id"))
-    stops = set().union(*map(_as_set, (*ends, generation.get("eos_token_id"))))
+    end = config.get("eos_token_id", top.get("eos_token_id"))
+    stops = stop_ids(special_ids["eos_token"], end, generation.get("eos_token_id"))
     template: Any = tokenizer.chat_template
     if isinstance(template, dict):  # several by name: prompts use the default one
         template = template.get("default")
@@ -194,5 +194,7 @@ def _parse(spec: str, folder: Path) -> Vocabulary:
     return vocabulary
 
 
-def _as_set(ids: int | list[int] | None) -> set[int]:
-    return set() if ids is None else set(map(index, ids if isinstance(ids, list) else [ids]))
+def stop_ids(*named: int | list[int] | None) -> set[int]:
+    """All ids that end a text, from what tokenizer, config and generation config name."""
+    lists = (ids if isinstance(ids, list) else [ids] for ids in named if ids is not None)
+    return {index(i) for ids in lists for i in ids}

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Partial
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from align.errors import UserError
 from distill.drafters.batch import TrainingBatch
 from distill.drafters.kind import DraftKind
 from distill.losses import CHUNK, Divergence, acceptance, head_logits, head_loss
@@ -25,16 +24,10 @@ def give_loss_forward(model: PreTrainedModel, kind: DraftKind, divergence: Diver
     The loss is computed inside forward for DDP's gradient hooks, PEFT's adapters and autocast, and
     because FSDP has the whole head there only. The head is applied to response positions only.
     Called with a `temperature`, forward returns `_acceptance`. `take_loss_forward` undoes this.
-    Raises UserError for a head with a bias or a softcap.
+    The head has no bias and no softcap (`choose_strategy`), because the loss has none.
     """
     head: Any = model.get_output_embeddings()
-    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    if head.bias is not None or softcap:
-        addition = "a bias" if head.bias is not None else f"softcap {softcap}"
-        raise UserError(
-            f"TOK-012: the draft's head has {addition}, and the loss cannot compute it; use "
-            "another draft, or leave draft out to prune the target."
-        )
+    assert head.bias is None
 
     def forward(temperature: float | None = None, **inputs: Any) -> ModelOutput:
         batch = TrainingBatch(**{k: v for k, v in inputs.items() if k in TrainingBatch._fields})

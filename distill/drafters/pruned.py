@@ -16,7 +16,6 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from align.errors import UserError
 from distill.drafters.compact import target_id_maps, write_compact
 from distill.drafters.initialisation import FrozenEmbedding, least_squares
 from distill.drafters.kind import Draft, DraftKind, Origin
@@ -39,15 +38,10 @@ class Pruned(DraftKind):
         state that the target's head reads. It is multiplied into the head, so it costs no time.
         """
         assert isinstance(origin.target, Target)  # `check_models` refuses others
-        target_head = origin.target.model.get_output_embeddings()
-        if target_head.bias is not None:
-            raise UserError(
-                "TOK-012: the target's head has a bias, which a refitted or trimmed head would "
-                "lack; name a sibling with --draft."
-            )
         head, full_head = origin.head(), None
         if origin.texts:
-            pieces = target_head.weight.split(HEAD_ENTRIES)
+            whole = origin.target.model.get_output_embeddings().weight
+            pieces = whole.split(HEAD_ENTRIES)
             states = fitted_states(origin.target, origin.texts, origin.num_layers)
             projection = least_squares(states).to(pieces[0].device)
             full_head = torch.cat([(w.float() @ projection).to(w.dtype) for w in pieces])

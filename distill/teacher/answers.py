@@ -177,7 +177,7 @@ class LocalTarget(AnsweringTarget):
         rows = min(settings.batch_size, len(missing))
         names, prompts = [names[i] for i in share], [prompts[i] for i in share]
         target = self.load()  # before the progress bar begins
-        bar = tokens_bar("target outputs", len(share), settings.decoding, not state.is_main_process)
+        bar = tokens_bar(len(share), settings.decoding, not state.is_main_process)
         generated = generate_batched(
             target.decoder,
             prompts,

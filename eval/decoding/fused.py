@@ -293,13 +293,7 @@ class FusedDecoder:
                 held[row_index, :, positions] = values.transpose(1, 2)
 
         def grouped(attention: Any, length: int, mask: Tensor | None) -> Step:
-            def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-                # query heads that share a key head become query positions, so keys are not repeated
-                folded = q.reshape(rows, self.key_heads, self.group * width, self.head_size)
-                h = attention(folded, keys[:, :, :length], values[:, :, :length], mask)
-                return h.reshape(rows, self.heads, width, self.head_size).transpose(1, 2)
-
-            return Step(cos, sin, write, attend)
+            return Step(cos, sin, write, self._grouped(attention, length, mask))
 
         if length is not None:
             mask = causal_bias(first, width, length, self.dtype, kind.window)
@@ -327,6 +321,19 @@ class FusedDecoder:
         if self.together:
             return grouped(cpu_bits.alike, length, cpu_bits.enough_rows(mask))
         return grouped(F.scaled_dot_product_attention, length, mask)
+
+    def _grouped(
+        self, attention: Any, length: int, mask: Tensor | None
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """Attention to the first `length` slots of a cache."""
+
+        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            # query heads that share a key head become query positions, so keys are not repeated
+            folded = q.reshape(len(q), self.key_heads, -1, self.head_size)
+            h = attention(folded, keys[:, :, :length], values[:, :, :length], mask)
+            return h.reshape(q.shape).transpose(1, 2)
+
+        return attend
 
 
 def nested_bytes(held: Any) -> int:

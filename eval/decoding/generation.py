@@ -35,10 +35,10 @@ class Generated:
     states: list[Tensor] = field(default_factory=list)
 
 
-def tokens_bar(name: str, outputs: int, decoding: Decoding, disable: bool = False) -> tqdm[Any]:
+def tokens_bar(outputs: int, decoding: Decoding, disable: bool = False) -> tqdm[Any]:
     """A progress bar of tokens. Outputs are not counted, because many of them end at once."""
     total = outputs * decoding.max_new_tokens
-    return tqdm(desc=name, total=total, unit="token", unit_scale=True, disable=disable)
+    return tqdm(desc="target outputs", total=total, unit="token", unit_scale=True, disable=disable)
 
 
 def prefill_groups(prompts: Sequence[list[int]]) -> list[list[int]]:

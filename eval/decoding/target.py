@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from align.sources import load_model, load_tokenizer, weight_files
+from align.vocabulary import stop_ids
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters import LOOKUP_FIRST
 from eval.decoding.forward import Decoder
@@ -48,15 +49,8 @@ def load_target(spec: str, dtype: torch.dtype, device: str, context_length: int)
 def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """All ids that end a text, from the tokenizer, the config and the generation config."""
     generation = model.generation_config
-    sources = [
-        tokenizer.eos_token_id,
-        model.config.get_text_config().eos_token_id,
-        generation.eos_token_id if generation is not None else None,
-    ]
-    stops: set[int] = set()
-    for ids in sources:
-        stops.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return frozenset(stops)
+    ends = tokenizer.eos_token_id, model.config.get_text_config().eos_token_id
+    return frozenset(stop_ids(*ends, generation.eos_token_id if generation is not None else None))
 
 
 def tensor_sha256(tensor: Tensor) -> str:

@@ -37,7 +37,7 @@ def target_texts(
     outputs: list[list[int]] = [[] for _ in prompts]
     seeds = [seed_of(decoding.seed, prompt_id) for prompt_id in prompts]
     rows = min(BATCH, len(prompts))
-    with tokens_bar("target outputs", len(prompts), decoding) as bar:
+    with tokens_bar(len(prompts), decoding) as bar:
         generated = generate_batched(
             target.decoder, list(prompts.values()), decoding, rows, seeds, bar=bar
         )

@@ -73,12 +73,6 @@ class LoadPoint(Part):
     goodput: Goodput | None = Field(None, description="null: no limits were given")
     mean_acceptance_length: Measured | None = Field(description="null: the server has no counters")
 
-    @property
-    def load(self) -> str:
-        """The load as text."""
-        rate = f"{self.request_rate or 0:g} requests per second"
-        return f"{self.concurrency} requests at a time" if self.concurrency else rate
-
 
 class Counters(Part):
     """Counts of speculation by a server, as the server defines them."""

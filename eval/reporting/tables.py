@@ -65,9 +65,9 @@ class Table:
 Cells = list[tuple[str, str, Callable[..., str]]]
 
 
-def shown(value: Measured | float | None, form: str = ".2f") -> str:
+def shown(value: Measured | float) -> str:
     """A number with its interval, if there is one."""
-    return NOT_MEASURED if value is None else format(value, form)
+    return format(value, ".2f")
 
 
 def visible(token: str) -> str:

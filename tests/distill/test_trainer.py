@@ -59,17 +59,6 @@ def test_batched_loss_is_the_sum_of_single_answers(tiny_model):
     torch.testing.assert_close(model(**batch).loss, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_a_head_that_is_more_than_a_product_is_refused(tiny_model):
-    model = tiny_model()
-    model.lm_head = torch.nn.Linear(16, VOCAB, bias=True)
-    with pytest.raises(ValueError, match="head has a bias"):
-        give_loss_forward(model, PRUNED, forward_kl)
-    model = tiny_model()
-    model.config.final_logit_softcapping = 30.0
-    with pytest.raises(ValueError, match=r"head has softcap 30.0"):
-        give_loss_forward(model, PRUNED, forward_kl)
-
-
 @pytest.mark.parametrize("prompt_tokens", [1, 4])
 def test_the_loss_is_divided_by_the_response_tokens(
     tmp_path, tiny_model, plain_trainer, prompt_tokens

@@ -5,7 +5,7 @@ Legend: V the target's vocabulary, H hidden size, K entries of the draft's head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +74,9 @@ def refuse_unknown_parts(folder: Path, kind: str, parts: Mapping[str, tuple[Any,
             )
 
 
-def refuse_other_target(
-    folder: Path, about: Mapping[str, Any], target: Any, keys: Iterable[str]
-) -> None:
-    """Raise UserError if a key of a published draft's config differs from the target's config."""
-    for key in keys:
+def refuse_other_target(folder: Path, about: Mapping[str, Any], target: Any) -> None:
+    """Raise UserError if a published draft's config has other sizes than the target's config."""
+    for key in ("hidden_size", "vocab_size"):
         if about.get(key) != getattr(target, key):
             raise UserError(
                 f"{folder} was made for a target with {key} {about.get(key)}, but this target has "

@@ -81,7 +81,7 @@ class DFlash(DraftFormat):
         for key in ("causal", "use_swa", "sample_from_anchor", "attention_sink_bias"):
             parts[key] = (bool(inner.get(key)), False)
         refuse_unknown_parts(folder, "DFlash", parts)
-        refuse_other_target(folder, plain, target, ("hidden_size", "vocab_size"))
+        refuse_other_target(folder, plain, target)
         # the state after the last layer is here after the final norm, which no such draft reads
         layers, depth = target_layers({}, about), target.num_hidden_layers
         if max(layers) >= depth:
@@ -259,19 +259,12 @@ class DFlashDecoder(FusedDecoder):
         """What the layers share. visible: the attention's mask [heads / key heads * A * W, S]."""
         (angles,) = self.angles.values()  # all layers are of one kind
         cos, sin = (table[places] for table in angles)
-        count, end = len(places), visible.shape[1]
+        end = visible.shape[1]
 
         def write(held: Tensor, values: Tensor) -> None:
             held[:, :, cached:end] = values
 
-        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            # query heads that share a key head become query positions, so keys are not repeated
-            folded = q.reshape(1, self.key_heads, self.group * count, self.head_size)
-            h = F.scaled_dot_product_attention(
-                folded, keys[:, :, :end], values[:, :, :end], visible
-            )
-            return h.reshape(1, self.heads, count, self.head_size).transpose(1, 2)
-
+        attend = self._grouped(F.scaled_dot_product_attention, end, visible)
         return Step(cos, sin, write, attend)
 
 

@@ -82,7 +82,7 @@ class Eagle3(DraftFormat):
             "use_aux_hidden_state": (eagle.get("use_aux_hidden_state", True), True),
         }
         refuse_unknown_parts(folder, "EAGLE-3", parts)
-        refuse_other_target(folder, shape, target, ("hidden_size", "vocab_size"))
+        refuse_other_target(folder, shape, target)
 
     def load(self, folder: Path, target: Target) -> Eagle3Drafter:
         text = target.model.config.get_text_config()

@@ -103,7 +103,7 @@ class Medusa(DraftFormat):
         computed = {"original_lm_head": True, "medusa_fc_bias": True, "num_hidden_layers": 1}
         parts = {key: (config.get(key, value), value) for key, value in computed.items()}
         refuse_unknown_parts(folder, "a Medusa draft", parts)
-        refuse_other_target(folder, config, target, ("hidden_size", "vocab_size"))
+        refuse_other_target(folder, config, target)
 
     def load(self, folder: Path, target: Target) -> MedusaDrafter:
         text = target.model.config.get_text_config()

@@ -191,10 +191,3 @@ def test_a_number_of_layers_that_prunes_nothing_is_refused(target, layers):
 def test_a_family_that_cannot_be_pruned_names_the_way_out():
     with pytest.raises(ValueError, match=r"cannot be made .* type 'gemma', .* name a sibling"):
         check_prunable(GemmaConfig().to_dict(), 1)
-
-
-def test_a_head_bias_is_refused(target, answers):
-    biased = copy.deepcopy(target)
-    biased.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCAB))
-    with pytest.raises(ValueError, match=r"TOK-012: the target's head has a bias.*--draft"):
-        prune_and_fit(biased, answers, 2, 20, [0])

@@ -278,14 +278,3 @@ def test_ids_that_stand_for_nothing_get_no_more_than_the_average_one(tmp_path, t
     with torch.no_grad():
         q = moved(torch.randint(26, (1, 50))).logits.softmax(-1)
     assert (q[..., 26:].amax(-1) < q[..., :26].mean(-1)).all()
-
-
-def test_a_head_bias_or_a_soft_cap_is_refused(shuffled, tiny_llama):
-    target, draft = shuffled
-    model = tiny_llama(5, vocab_size=50)
-    model.lm_head.bias = torch.nn.Parameter(torch.zeros(50))
-    with pytest.raises(ValueError, match=r"TOK-012: .*has a bias.*use strategy intersection"):
-        transplant(model, build_map(target, draft), target, draft, 27)
-    draft.config["final_logit_softcapping"] = 30.0
-    with pytest.raises(ValueError, match=r"TOK-012: .*softcapping.*use strategy"):
-        transplant(tiny_llama(5, vocab_size=50), build_map(target, draft), target, draft, 27)

@@ -108,7 +108,7 @@ def test_the_bar_of_answers_ends_at_its_total_however_long_they_are(target, rows
     greedily = Decoding(Sampling(), NEVER, 6)
     made = list(generate_batched(target, rows, greedily, 2, [0] * 5))
     stops = frozenset({made[0].tokens[1]})  # so that one ends before the others
-    bar = tokens_bar("answers", 5, Decoding(Sampling(), stops, 6))
+    bar = tokens_bar(5, Decoding(Sampling(), stops, 6))
     counts = []
     for _ in generate_batched(target, rows, replace(greedily, stops=stops), 2, [0] * 5, bar=bar):
         counts.append(bar.n)

@@ -6,13 +6,9 @@ concern speculation, and its answers, all but the first two cut down to their co
 vllm-metrics-legal.prom is the same server's after 60 licence clauses more.
 """
 
-from pathlib import Path
-
 import pytest
 
 from eval.engines.counters import CountersError, between, growth, read_series, total
-
-HERE = Path(__file__).parent
 
 TWO_ENGINES = """
 # TYPE vllm:spec_decode_num_drafts counter

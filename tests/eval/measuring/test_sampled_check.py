@@ -32,26 +32,6 @@ def test_honest_runs_fail_as_rarely_as_stated(prompts, runs):
         assert abs((p_values < level).mean() - level) < 3 * error
 
 
-@pytest.fixture
-def check(target, other, journal):
-    """check(seed, prompts, tokens) -> the check of sampled runs with and without a draft."""
-
-    def make(seed, count, tokens):
-        how = Decoding(Sampling(0.7), NEVER, tokens, seed)
-        names = [Prompt(str(i), prompt="x") for i in range(count)]
-        prompts = PromptSet("made up", names, [[i % 40, 7 * i % 40, 3] for i in range(count)])
-        rows = list(zip(prompts.prompts, prompts.ids, strict=True))
-        sides = [
-            [decode(target.decoder, draft, *row, how, length) for row in rows]
-            for draft, length in ((None, 0), (other, 3))
-        ]
-        journal.results.clear()
-        read_sampled(target.decoder, prompts, sides, journal)
-        return sampled_check(prompt_table(sides[1], sides[0]))
-
-    return make
-
-
 def unverified(logits, tokens, q, sampling, generator, rule):
     return torch.tensor(len(tokens)), choose(logits[-1], sampling, generator)
 
@@ -64,11 +44,22 @@ def without_residual(logits, tokens, q, sampling, generator, rule):
     return accepted, sample(p[accepted], generator)
 
 
-def test_faults_of_verification_are_found(check, monkeypatch):
-    assert check(1, 60, 20).p_value > FALSE_ALARMS
+def test_faults_of_verification_are_found(target, other, journal, monkeypatch):
+    how, names = Decoding(Sampling(0.7), NEVER, 20, 1), [Prompt(str(i), "x") for i in range(40)]
+    prompts = PromptSet("made up", names, [[i % 40, 7 * i % 40, 3] for i in range(40)])
+    rows = list(zip(prompts.prompts, prompts.ids, strict=True))
+    plain = [decode(target.decoder, None, *row, how) for row in rows]
+
+    def check():
+        runs = [decode(target.decoder, other, *row, how, 3) for row in rows]
+        journal.results.clear()
+        read_sampled(target.decoder, prompts, [plain, runs], journal)
+        return sampled_check(prompt_table(runs, plain))
+
+    assert check().p_value > FALSE_ALARMS
     for fault in (unverified, without_residual):
         monkeypatch.setattr(loop, "verify", fault)
-        found = check(1, 60, 20)
+        found = check()
         assert found.p_value < FALSE_ALARMS, fault
-        assert found.prompts == 60
+        assert found.prompts == 40
         assert found.difference.ci95[1] < 0
