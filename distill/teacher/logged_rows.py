@@ -143,14 +143,14 @@ def logged_prompts(spec: str, model: str | None) -> list[Prompt]:
 
     The outputs of one line are a group. An output that occurs again, as the earlier turns of a
     conversation do that is logged after each turn, is read once.
-    model: rows of other models are left out; None: all rows are read. Raises SourceError, and
-    PromptError if no output can be read.
+    model: rows that name another model are left out; None: all rows are read. Raises SourceError,
+    and PromptError if no output can be read.
     """
     prompts: dict[str, Prompt] = {}
     left_out: Counter[str] = Counter()
     first = ""
     for number, row in read_rows(spec):
-        if model is not None and row.get("model") != model:
+        if model is not None and row.get("model") not in (None, model):
             left_out["of another model"] += 1
             continue
         turns = list(turns_of(row))

@@ -100,11 +100,12 @@ def test_rows_that_cannot_be_taught_are_counted(written, capsys):
     failed = {"request": BODY, "response": None}
     picture = DOCUMENTED | {"images": ["cat.png"]}
     other = DOCUMENTED | {"model": "sql-1b"}
-    path = written(DOCUMENTED, failed, picture, other, LITELLM | {"messages": ASKED * 2})
+    unnamed = {"messages": [*ASKED * 3, SAID]}
+    path = written(DOCUMENTED, failed, picture, other, LITELLM | {"messages": ASKED * 2}, unnamed)
     prompts = logged_prompts(path, "sql-7b")
-    assert [prompt.messages for prompt in prompts] == [ASKED, ASKED * 2]
+    assert [prompt.messages for prompt in prompts] == [ASKED, ASKED * 2, ASKED * 3]
     told = capsys.readouterr().out
-    assert "2 logged outputs" in told
+    assert "3 logged outputs" in told
     for count in ("1 of another model", "1 without an output", "1 not readable"):
         assert count in told
 
