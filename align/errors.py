@@ -8,7 +8,7 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 # what a `pypi:` spec of a file in several pieces has after the first piece
-_PIECES = re.compile(r"\+pypi:[^\s'\"#]+(#[^\s'\"]+)?")
+_PIECES = re.compile(r"\+pypi:[^\s'\"#,;:)`]*(:[^\s'\"#,;:)`]+)*(#\w+=\w+)?")
 
 
 def masked(text: str) -> str:

@@ -270,7 +270,7 @@ def load_model(spec: str, dtype: torch.dtype, device: str = "cpu") -> PreTrained
     config = load_config(spec)
     too_large = SourceError(
         f"{spec!r} does not fit on the GPUs of this process. Spread it over more GPUs "
-        "(CUDA_VISIBLE_DEVICES, device_map: auto), or let a server compute it (answer_url)."
+        "(CUDA_VISIBLE_DEVICES, device_map: auto), or let a server compute it (answers: server)."
     )
     try:
         model, loaded = auto.from_pretrained(
@@ -635,7 +635,7 @@ def refuse_quantised(spec: str, folder: Path) -> None:
     if found := quantisation(folder):
         raise SourceError(
             f"{spec!r} has quantised weights ({found}), and only engines can compute these. Train "
-            "a draft for it with answers: vllm or a server (answer_url), measure it with eval.run "
+            "a draft for it with answers: vllm or answers: server, measure it with eval.run "
             "--engine vllm, or name the unquantised checkpoint or a GGUF file."
         )
 

@@ -100,17 +100,22 @@ def _measured_here(
         return build_report(*logs)
 
 
+def served_length(recipe: Recipe) -> int:
+    """The draft length of commands for a draft that is not measured."""
+    return recipe.gamma or min(USUAL_GAMMA, recipe.max_gamma)
+
+
 def in_vllm(recipe: Recipe) -> list[str]:
     """The command that measures the draft in vLLM; the report becomes that of the run."""
     command = ["python", "-m", "eval.run", "--run", str(recipe.folder), "--engine", "vllm"]
-    gamma = recipe.gamma or USUAL_GAMMA
+    gamma = served_length(recipe)
     return [*command, "--output_dir", str(recipe.folder), "--gamma", str(gamma)]
 
 
 def print_commands(recipe: Recipe) -> None:
     """Print how to serve the draft, and how to compare its server with the target's."""
     served = read_json(recipe.folder / USED)["key"]["served model"]
-    gamma, draft = recipe.gamma or USUAL_GAMMA, (recipe.folder / "draft").resolve()
+    gamma, draft = served_length(recipe), (recipe.folder / "draft").resolve()
     drafting = speculation(draft, gamma, draft_sample_method=recipe.draft_sample_method)
     serve = ["vllm", "serve", recipe.target, "--served-model-name", served, *drafting]
     measure = [*in_vllm(recipe), "--baseline_url", str(recipe.answer_url)]

@@ -267,7 +267,7 @@ def target_loader(recipe: Recipe, prompts: Prompts) -> functools._lru_cache_wrap
     if not recipe.served and recipe.answers != "vllm" and (sizes := too_large(recipe)):
         raise UserError(
             f"{recipe.target!r} {sizes}. Spread it over several (accelerate launch --num_processes "
-            "1 … --device_map auto), or let an engine compute it (answers: vllm, or answer_url)."
+            "1 … --device_map auto), or let an engine compute it (answers: vllm, or server)."
         )
     return functools.cache(lambda: load_target(recipe.target, dtype, device, needed))
 

@@ -226,7 +226,11 @@ def load_recipe(argv: list[str]) -> Recipe:
         values.pop("train_on_prompts", None)
     for key, text in overrides.items():
         values[key] = _from_command_line(key, text)
-    return build_recipe(values)
+    recipe = build_recipe(values)
+    begun = recipe.folder / "recipe.yaml"
+    if "dtype" not in values and begun.is_file():  # a run may go on at a machine of another kind
+        return build_recipe(values | {"dtype": read_yaml(begun).get("dtype", recipe.dtype)})
+    return recipe
 
 
 def _arguments(argv: list[str]) -> dict[str, str]:
@@ -269,8 +273,8 @@ def build_recipe(values: dict[str, Any]) -> Recipe:
             ) from error
     if lacking := [key for key in _REQUIRED if key not in values]:
         raise RecipeError(f"The recipe lacks the required {', '.join(lacking)}; add these keys.")
-    on_cpu = values.get("use_cpu", False) or not torch.cuda.is_available()
-    values = {"dtype": usual_dtype(on_cpu)} | values
+    on_gpu = values.get("answers") == "vllm" and torch.cuda.is_available()
+    values = {"dtype": usual_dtype(values.get("use_cpu", False) and not on_gpu)} | values
     training = {key: value for key, value in values.items() if key not in OWN}
     recipe = Recipe(**{k: v for k, v in values.items() if k in OWN}, training=training)
     _check_together(recipe)

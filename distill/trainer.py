@@ -36,7 +36,7 @@ from trl import SFTConfig, SFTTrainer
 
 from align.errors import UserError
 from align.files import atomic_file, remove, write_errors_explained, write_json
-from align.machine import free_memory, from_first
+from align.machine import free_memory, from_first, usual_dtype
 from align.sources import SourceError, read_json
 from distill.clock import Clock, TrainingClock
 from distill.drafters.kind import Draft
@@ -332,10 +332,11 @@ def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
     missing checkpoint.
     """
     resumed = _resumed(recipe)
+    use_cpu = recipe.training.get("use_cpu", False)
     rates = NEW_RATES if recipe.draft is None and not recipe.kind.trained else TRAINED_RATES
     values: dict[str, Any] = {
         "learning_rate": rates[recipe.use_peft],
-        "bf16": recipe.dtype == "bfloat16" and not recipe.training.get("fp16", False),
+        "bf16": usual_dtype(use_cpu) == "bfloat16" and not recipe.training.get("fp16", False),
         "report_to": "none",
         "ddp_timeout": WAIT,
         "save_total_limit": 2,
@@ -375,6 +376,8 @@ def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
         raise RecipeError(
             f"transformers refuses the recipe ({error}); correct or remove the key that it names."
         ) from error
+    if not (config.bf16 or config.fp16):  # not the one of `accelerate config`, which is for all
+        config.mixed_precision = "no"
     # with more GPUs the trainer would use DataParallel, and that splits `positions` wrongly
     config._n_gpu = min(1, config.n_gpu)
     return config

@@ -41,7 +41,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from align.check import Strategy
 from align.errors import UserError, masked
 from align.files import refuse_unwritable
-from align.machine import use_machine, usual_dtype
+from align.machine import use_machine
 from align.sources import (
     SourceError,
     gguf_value,
@@ -139,8 +139,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--goodput", type=_limits, metavar="NAME:MS,…", help=limits)
     strategies = ["auto", *get_args(Strategy)]
     add("--strategy", default="auto", choices=strategies, help="vocabulary mapping")
-    usual = "default: bfloat16, float32 on a CPU without bf16 instructions"
-    add("--dtype", choices=["bfloat16", "float16", "float32"], help=usual)
+    add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     device = "of both models; auto: the target's layers over all GPUs, the draft on the first"
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help=device)
     add("--seed", type=int, default=42)
@@ -153,7 +152,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         given = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args))))
         parser.set_defaults(**_of_run(args.run, given))
         args = parser.parse_args(argv)
-    args.dtype = args.dtype or usual_dtype(args.device == "cpu")
     args.served = bool(args.base_url or args.baseline_url)
     if not (args.engine or args.served):
         args.engine = "torch"
@@ -171,6 +169,8 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
     measured = "a running server" if args.served else f"engine {engine}"
     if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
         yield f"one process measures, not {processes} at once; start it with python -m eval.run"
+    if engine == "sglang" and not args.served:
+        yield "engine sglang is not started here; give --base_url and --baseline_url"
     applies = {
         "concurrency": serves,
         "request_rate": serves,
@@ -200,8 +200,6 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
         if args.instruction and not args.target:
             yield "--instruction is for chat templates; give --target, whose tokenizer may have one"
         return
-    if engine == "sglang":
-        yield "engine sglang is not started here; give --base_url and --baseline_url"
     if not (args.target and args.draft and args.prompts):
         yield "give --target, --draft and --prompts, or --run DIR"
     if engine != "torch" and not args.gamma:
@@ -360,7 +358,7 @@ def _by_name(texts: list[str], default: str | None = None) -> dict[str, str]:
     by_name: dict[str, str] = {}
     for name, value in (_named(text, default) for text in texts):
         if name in by_name:
-            raise UserError(f"Two drafts are called {name!r}; give one a name, as NAME={value}.")
+            raise UserError(f"Two drafts are called {name!r}; give one a name, as NAME=SPEC.")
         by_name[name] = value
     return by_name
 

@@ -78,7 +78,7 @@ def build_decoder(
         raise UserError(
             f"The layers of a {config.model_type} model are on {', '.join(sorted(places))}, but "
             f"only models of {', '.join(FUSED_FAMILIES)} can be spread over devices. Load the "
-            "model on one device, or let a server compute it (answer_url)."
+            "model on one device, or let a server compute it (answers: server)."
         )
     return TransformersDecoder(model, context_length, fp32)
 

@@ -174,13 +174,14 @@ def measure_started(
                 _warm_up(server, task)
                 yield server
 
+        # every draft at its longest comes last, in the order given; the last one decides
         wanted = [
-            (gamma, name, draft)
+            (-longer, gamma, name, draft)
             for name, draft in drafts.items()
-            for gamma in servers.lengths(draft, gammas)
+            for longer, gamma in enumerate(reversed(servers.lengths(draft, gammas)))
         ]
         contenders = [Contender(serving)]
-        for gamma, name, draft in sorted(wanted, key=itemgetter(0)):
+        for _, gamma, name, draft in sorted(wanted, key=itemgetter(0)):
             named = f"{name}, gamma {gamma}" if gamma and gammas[1:] else name
             contender = Contender(
                 partial(serving, draft, gamma), named, _facts(draft, gamma, gamma in gammas)

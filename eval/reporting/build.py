@@ -78,7 +78,7 @@ def compared(drafts: Sequence[DraftLog]) -> list[tuple[str, str]]:
 
     Each model is compared with the first model (a distilled draft with the base draft), then every
     draft with n-gram speculation alone. If drafts were measured at several draft lengths, those of
-    the same length are compared.
+    the same length are compared; else with the next longer one, or the longest.
     """
     models = [draft for draft in drafts if not draft.path.startswith((LOOKUP, LOOKUP_FIRST))]
     first = [draft for draft in models if draft.path == models[0].path]
@@ -86,7 +86,8 @@ def compared(drafts: Sequence[DraftLog]) -> list[tuple[str, str]]:
     pairs = []
     for contenders, rivals in ((models, first), (drafts, ngram)):
         for draft in contenders if rivals else ():
-            rival = next((r for r in rivals if r.gamma == draft.gamma), rivals[0])
+            longer = [r for r in rivals if (r.gamma or 0) >= (draft.gamma or 0)]
+            rival = min(longer, key=lambda r: r.gamma or 0, default=rivals[-1])
             at_another_length = draft.path == rival.path and draft.gamma != rival.gamma
             if draft is not rival and not at_another_length:
                 pairs.append((draft.name, rival.name))

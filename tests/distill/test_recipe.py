@@ -278,23 +278,37 @@ def test_every_key_is_explained_in_help_and_docs(capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "line", "device", "dtype"),
+    ("flags", "line", "dtype", "bf16"),
     [
-        ("avx2", "", "cpu", "float32"),
-        ("avx2", "", "cuda", "bfloat16"),
-        ("avx2", "dtype: bfloat16\n", "cpu", "bfloat16"),
-        ("avx512f amx_bf16", "", "cpu", "bfloat16"),
-        (None, "", "cpu", "bfloat16"),  # not Linux
+        ("avx2", "use_cpu: true\n", "float32", False),
+        ("avx2", "", "bfloat16", None),  # which is refused without a GPU
+        ("avx2", "use_cpu: true\nanswers: vllm\n", "bfloat16", False),  # on the GPU
+        ("avx2", "use_cpu: true\ndtype: bfloat16\n", "bfloat16", False),
+        ("avx512f amx_bf16", "use_cpu: true\n", "bfloat16", True),
+        (None, "use_cpu: true\n", "bfloat16", True),  # not Linux
     ],
 )
 def test_a_cpu_without_bf16_instructions_computes_in_fp32(
-    loaded, monkeypatch, flags, line, device, dtype
+    loaded, monkeypatch, flags, line, dtype, bf16
 ):
     monkeypatch.setattr(machine, "_read", lambda path: f"flags : {flags}\n" if flags else "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    recipe = loaded(line, "--use_cpu", str(device == "cpu").lower())
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    recipe = loaded(line)
     assert recipe.dtype == dtype
-    assert training_config(recipe).bf16 is (dtype == "bfloat16")
+    if bf16 is not None:
+        config = training_config(recipe)
+        assert (config.bf16, config.mixed_precision) == (bf16, "bf16" if bf16 else "no")
+
+
+def test_a_run_goes_on_in_its_dtype(loaded, monkeypatch, tmp_path):
+    place, dtypes = ("--use_cpu", "--output_dir", str(tmp_path)), []
+    for flags in ("avx2", "avx512_bf16"):
+        monkeypatch.setattr(machine, "_read", lambda path, flags=flags: flags)
+        dtypes.append(loaded("", *place).dtype)
+        (tmp_path / "recipe.yaml").write_text(dump(loaded("", *place)))
+    assert dtypes == ["float32", "float32"]
+    assert loaded("", *place, "--dtype", "float16").dtype == "float16"
 
 
 def test_the_seed_is_one_for_everything(loaded):

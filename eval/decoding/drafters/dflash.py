@@ -65,7 +65,9 @@ class DFlash(DraftFormat):
 
     def longest(self, config: Mapping[str, Any]) -> int | None:
         known = self.head_size(config) is not None
-        return plain_config(config)["block_size"] - 1 if known else None
+        inner = config.get("dflash_config") or {}
+        size = inner.get("block_size") or config.get("block_size")
+        return size - 1 if known and size else None
 
     def check_config(self, folder: Path, target: PreTrainedConfig) -> None:
         about = read_json(folder / "config.json")

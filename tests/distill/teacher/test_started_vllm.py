@@ -90,7 +90,7 @@ def test_it_ends_whatever_happens_and_what_it_answered_stays(asked, started, mon
         append(*shard)
         appended.append(shard)
         if len(appended) == 2:
-            raise failure
+            raise failure("It broke off.")
 
     monkeypatch.setattr(asked.store, "append", fails)
     with pytest.raises(failure) as raised, asked:

@@ -498,6 +498,10 @@ def test_no_draft_is_asked_for_more_than_it_was_made_for(tmp_path, start):
     named = {name: draft.gamma_policy for name, draft in report.drafts.items()}
     assert named["dflash, gamma 3"] == named["pard, gamma 5"] == AT_LONGEST
     assert named["medusa, gamma 4"] == named["own, gamma 8"] == "fixed"
+    assert [*named] == [  # in the order given: the last decides the exit status
+        *("pard, gamma 4", "own, gamma 4"),
+        *("dflash, gamma 3", "medusa, gamma 4", "pard, gamma 5", "own, gamma 8"),
+    ]
 
 
 def quantised(folder):

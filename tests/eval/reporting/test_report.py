@@ -312,6 +312,15 @@ def test_each_draft_is_compared_with_what_shows_its_worth(measurement, paths, pa
     assert compared([measurement(path, 0.5, path=path) for path in paths]) == pairs
 
 
+def test_a_draft_that_cannot_be_as_long_is_compared_with_longer_ones(measurement):
+    lengths = {"a2": 2, "a8": 8, "b6": 6, "prompt-lookup": 2, "prompt-lookup8": 8}
+    drafts = [measurement(n, 0.5, path=n.rstrip("2689"), gamma=g) for n, g in lengths.items()]
+    assert compared(drafts) == [
+        *[("b6", "a8"), ("a2", "prompt-lookup")],
+        *[("a8", "prompt-lookup8"), ("b6", "prompt-lookup8")],
+    ]
+
+
 def test_ngram_drafts_have_no_break_even(four_drafts):
     priced = [name for name, draft in four_drafts.drafts.items() if draft.payoff]
     assert priced == ["untuned", "tuned"]
