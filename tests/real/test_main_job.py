@@ -88,9 +88,11 @@ def test_the_full_form_agrees_with_the_target_in_transformers_alone(run):
     from align.sources import load_model
     from distill.recipe import load_recipe
 
-    draft = AutoModelForCausalLM.from_pretrained(run / "draft", dtype=torch.bfloat16).eval()
+    recipe = load_recipe(["--recipe", "code"])
+    dtype = getattr(torch, recipe.dtype)  # fp32 on a CPU without bf16 instructions
+    draft = AutoModelForCausalLM.from_pretrained(run / "draft", dtype=dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(run / "draft")
-    target = load_model(load_recipe(["--recipe", "code"]).target, torch.bfloat16)
+    target = load_model(recipe.target, dtype)
     prompts = [json.loads(line) for line in (run / "prompts" / "eval.jsonl").open()]
     agreed = total = 0
     for prompt in prompts:
