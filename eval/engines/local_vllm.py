@@ -5,6 +5,7 @@ vLLM has a separate environment, because it needs another version of transformer
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -182,7 +183,7 @@ class VllmServers(Servers):
         self.installed = [str(package) for package in packages]
         self.path = resolve_checkpoint(self.target, quantised=True)
         config = load_config(str(self.path))
-        self.dtype = str(config.dtype or "auto").removeprefix("torch.")
+        self.dtype = computed_dtype(self.given, config)
         self.loadable: dict[str, tuple[str | Path, bool]] = {d: (d, False) for d in METHODS}
         for draft in {*self.drafts} - METHODS.keys():
             try:
@@ -219,6 +220,17 @@ class VllmServers(Servers):
         if draft:
             drafting = speculation(folder, gamma, None, own_ids, draft_sample_method)
         return serve_vllm(self.path, *drafting, *self.arguments)
+
+
+def computed_dtype(arguments: Sequence[str], target: PreTrainedConfig) -> str:
+    """The dtype in which vLLM computes: `--dtype`, else the checkpoint's; fp32 becomes bf16."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--dtype", default="auto")
+    given: str = parser.parse_known_args(arguments)[0].dtype
+    dtype = str(target.dtype).removeprefix("torch.") if given == "auto" else given
+    if given == "auto" and dtype == "float32":
+        return "bfloat16"
+    return {"None": "auto", "half": "float16", "float": "float32"}.get(dtype, dtype)
 
 
 def has_several_k_norms(folder: Path) -> bool:

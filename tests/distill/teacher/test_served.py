@@ -244,7 +244,7 @@ def test_greedy_answers_are_those_of_the_weights(stand_in, served, asked, target
     local = LocalTarget(Store(tmp_path / "store"), made.settings, lambda: target)
     for answer, other in zip(answers, local.answers(made.prompts), strict=True):
         assert answer.response_ids.tolist() == other.response_ids.tolist()
-        # fp32 sums in other batches: each is rounded to fp16, so they are apart by its last bit at most
+        # fp32 sums in other batches may differ in the last bit of fp16
         torch.testing.assert_close(answer.top_logprobs, other.top_logprobs, atol=2e-5, rtol=2**-10)
 
 

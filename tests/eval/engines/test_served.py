@@ -10,6 +10,7 @@ import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 from align.sources import load_model, read_json
 from align.to_gguf import write_gguf
@@ -18,7 +19,7 @@ from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.engines import local_vllm, served
 from eval.engines.comparison import Task
-from eval.engines.local_vllm import VllmServers
+from eval.engines.local_vllm import VllmServers, computed_dtype
 from eval.engines.served import measure_servers, measure_started
 from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer
@@ -349,7 +350,7 @@ def test_servers_are_started_for_every_draft_and_length(tmp_path, prompts, pair,
         assert int(arguments[-3]) >= 20 + 3
         assert arguments[-2:] == ("--no-enable-prefix-caching", "--enforce-eager")
     assert (report.target, report.device) == (str(tmp_path / "target"), "cpu")
-    assert report.dtype == "float32"
+    assert report.dtype == "bfloat16"  # vLLM's auto for a checkpoint in fp32
     named = {
         f"{name}, gamma {gamma}": (gamma, path)
         for gamma in (2, 3)
@@ -431,6 +432,21 @@ def test_a_server_takes_the_gpus_that_the_weights_need(
     assert report.environment.server_arguments[-4:] == own[1].split()
     assert report.environment.server_variables["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     assert "VLLM_API_KEY" not in report.environment.server_variables
+
+
+@pytest.mark.parametrize(
+    ("given", "saved", "dtype"),
+    [
+        ("", "float32", "bfloat16"),
+        ("--dtype auto", "float16", "float16"),
+        ("--dtype=float32", "bfloat16", "float32"),
+        ("--dtype float16 --dtype float", "bfloat16", "float32"),
+        ("--dtype half", "bfloat16", "float16"),
+        ("--max-model-len 99", None, "auto"),
+    ],
+)
+def test_a_report_has_the_dtype_in_which_vllm_computes(given, saved, dtype):
+    assert computed_dtype(given.split(), LlamaConfig(dtype=saved)) == dtype
 
 
 def test_a_length_that_does_not_start_leaves_the_others(tmp_path, prompts, pair, start, capsys):
