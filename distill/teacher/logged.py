@@ -80,7 +80,8 @@ class Log:
         for answer, name in zip(answers, answers.names, strict=True):
             comparison = compared(answer, self.by_name[name][1], self.target.vocab_size)
             faults.append(self.fault(answer, comparison))
-            deviations += comparison.deviation(torch.ones(len(answer.response_ids)).bool())
+            # an edit says nothing of the model
+            deviations += comparison.deviation(comparison.usual(len(answer.response_ids)))
         kept = [n for n, fault in zip(answers.names, faults, strict=True) if fault is None]
         left_out = Counter(fault for fault in faults if fault is not None)
         counts = ", ".join(f"{count} {fault}" for fault, count in left_out.most_common())
@@ -99,11 +100,11 @@ class Log:
         """Why the target cannot have given this output; None if it can."""
         ended = int(answer.response_ids[-1]) in self.target.all_stops
         size = len(answer.response_ids) - ended
-        rare = comparison.at_most[:size] * size < RARE
-        if comparison.deviation(~rare) < -BELOW:
+        usual = comparison.usual(size)
+        if comparison.deviation(usual) < -BELOW:
             return "of another model or temperature"
-        if rare.any():
-            places = rare.nonzero().flatten().tolist()
+        if not usual.all():
+            places = (~usual).nonzero().flatten().tolist()
             other = all(self._tokenised_otherwise(answer, comparison, place) for place in places)
             return "tokenised otherwise than emitted" if other else "edited"
         if ended and comparison.log_q[-1].exp() * size < ENDS:
@@ -134,6 +135,10 @@ class Comparison(NamedTuple):
     excess: Tensor
     variance: Tensor
     at_most: Tensor
+
+    def usual(self, size: int) -> Tensor:
+        """Which of the first `size` tokens are not too rare for an own output of this size."""
+        return self.at_most[:size] * size >= RARE
 
     def deviation(self, chosen: Tensor) -> float:
         """Standard deviations of the sum of log q(x) from its mean, over the first tokens.

@@ -173,7 +173,7 @@ def test_outputs_are_used_if_the_target_can_have_given_them(
     assert "Warning" in capsys.readouterr().out
 
 
-def test_edited_and_cut_outputs_are_left_out(tested, target):
+def test_edited_and_cut_outputs_are_left_out(tested, target, capsys):
     prompts = rendered(target)
     own = given_by(target, prompts, 0.0)
     long = [i for i, ids in enumerate(own) if len(ids) == LONGEST]
@@ -183,6 +183,7 @@ def test_edited_and_cut_outputs_are_left_out(tested, target):
     whole = [own[i] for i in long]
     assert tested(prompts * 2, edited + whole, 0.0) == {"edited": len(long)}
     assert tested(prompts * 2, cut + whole, 0.0) == {"cut off": len(long)}
+    assert "Warning" not in capsys.readouterr().out  # the others are of this target
 
 
 def test_a_text_that_was_emitted_in_other_tokens_is_told_from_an_edit(vocabulary):
