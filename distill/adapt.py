@@ -54,6 +54,7 @@ from distill.traffic import (
     usable,
     write_rows,
 )
+from distill.trainer import NEW_RATES
 from eval import run as evaluation
 from eval.decoding.drafters.formats import published_format
 from eval.decoding.target import weights_sha256
@@ -71,6 +72,7 @@ FALSE_PUBLICATIONS = 0.01 / 20
 # Share of a speed-up by which a server start may change it (docs/lab-notes.md), if the intervals
 # do not cover starts.
 SERVER_START = 0.05
+CONTINUED = 1 / 3  # factor on the learning rate of a draft that continues (docs/lab-notes.md)
 EVALUATED = 200  # most new prompts on which acceptance is measured, unless the recipe has a number
 WATCHED_EVERY = 5.0  # seconds between two measurements of the disk space
 
@@ -268,8 +270,9 @@ def select(args: argparse.Namespace, state: State, served: str, now: float) -> S
 def training_recipe(args: argparse.Namespace, served: Path, rows: Split, work: Path) -> Recipe:
     """The recipe of the run in `work` that continues from the served draft on the rows."""
     values = read_yaml(args.run / "recipe.yaml")
-    if values["draft"] is None:
-        values.pop("learning_rate", None)  # it was for new weights and would destroy trained ones
+    if values["draft"] is None:  # the run's learning rate was for new weights
+        rate = values.get("learning_rate") or NEW_RATES[values["use_peft"]]
+        values["learning_rate"] = CONTINUED * rate
     write_rows(work / "train.jsonl", rows.train)
     write_rows(work / "test.jsonl", rows.test)
     values |= {
@@ -282,6 +285,7 @@ def training_recipe(args: argparse.Namespace, served: Path, rows: Split, work: P
         "answers_per_prompt": 1,
         "answer_temperature": values["temperature"],  # of rows without one
         "train_on_prompts": False,
+        "warmup_steps": 0.1,  # share of the steps, which are few
         "train_prompts": str(work / "train.jsonl"),
         "eval_prompts": str(work / "test.jsonl"),
         "max_train_prompts": len(rows.train),

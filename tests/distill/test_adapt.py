@@ -23,7 +23,7 @@ from align.errors import UserError
 from align.sources import cache_folder, load_model, load_tokenizer, read_json
 from distill import adapt as module
 from distill.adapt import FAILED, NOTHING, PUBLISHED, REFUSED, judged, main
-from distill.recipe import build_recipe, dump
+from distill.recipe import build_recipe, dump, read_yaml
 from distill.traffic import DAY, Split, read_traffic, rows_of, split, usable
 from eval.decoding.target import load_target, weights_sha256
 from eval.engines.local_vllm import serve_vllm, speculation
@@ -269,7 +269,7 @@ class Loop:
 
     def train(self, recipe, measured=True, summary=True):
         """What a training run leaves."""
-        self.made += 1
+        self.made, self.recipe = self.made + 1, recipe
         draft = recipe.folder / "draft"
         made_draft(draft, self.made)
         (recipe.folder / "recipe.yaml").write_text(dump(recipe))
@@ -462,6 +462,23 @@ def test_a_target_that_is_not_computed_here_needs_server_and_engine(
     assert (len(calls), loop.made) == (asked, asked)
     advised = "--answer_url" in capsys.readouterr().err
     assert advised == (not asked and not draft)  # of a draft that can follow
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "rate"),
+    [
+        ({}, "", 1e-3),  # new weights are trained with 3e-3
+        ({"learning_rate": 6e-4, "warmup_steps": 900}, "", 2e-4),
+        ({"learning_rate": 6e-4, "draft": "d"}, "", 6e-4),
+        ({"learning_rate": 6e-4}, "--learning_rate 1e-4", 1e-4),
+    ],
+)
+def test_a_draft_continues_at_a_third_of_the_rate_of_new_weights(loop, keys, options, rate):
+    path = loop.run / "recipe.yaml"
+    path.write_text(dump(build_recipe(read_yaml(path) | keys)))
+    assert loop.call("--train", options) == PUBLISHED
+    assert loop.recipe.training["learning_rate"] == pytest.approx(rate)
+    assert loop.recipe.training["warmup_steps"] == 0.1
 
 
 def test_the_gate_s_options_measure_both_parts(loop, monkeypatch):
