@@ -10,6 +10,7 @@ import torch
 from jinja2 import Environment
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from align.machine import use_machine
 from align.sources import cache_folder
 from eval.decoding.prompt_run import PromptRun
 from eval.engines.local_vllm import EngineMissing, vllm_python
@@ -19,6 +20,7 @@ from eval.measuring.runs import Agreement, DraftLog, RunLog, TargetOutput
 from eval.reporting import page
 from eval.reporting.build import build_report
 
+use_machine()  # as commands do: MKL's sums do not depend on where a tensor lies
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")  # gw0, gw1, …; None outside of pytest-xdist
 
 if WORKER:  # a core for each worker and the processes that it starts: nobody disturbs a timed step
@@ -80,6 +82,12 @@ def spared():
         patch.setattr(page, "_environment", functools.cache(page._environment))
         patch.setattr(Environment, "compile", functools.cache(Environment.compile))
         yield
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """No test draws other numbers where other tests have run before it."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -67,7 +67,7 @@ class FakeVllm(ThreadingHTTPServer):
         self.location = None  # every request is redirected there
         self.notice = None  # a text that answers every request
         self.__dict__.update(changes)
-        self.requests, self.lock = [], threading.Lock()
+        self.requests, self.lock, self.stopped = [], threading.Lock(), threading.Event()
         self.known = []  # ids in a llama-server's cache
         self.drafts = self.responses = self.active = self.most_active = 0
         threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
@@ -102,6 +102,7 @@ class FakeVllm(ThreadingHTTPServer):
         return "\n".join(lines) + "\n"
 
     def stop(self):
+        self.stopped.set()
         self.shutdown()
         self.server_close()
 
@@ -205,8 +206,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self.reply({"error": error}, 400)
         fault = server.faults.pop(0) if server.faults and body["max_tokens"] > 1 else None
         if fault == "hang":
-            time.sleep(2)
-        elif fault not in (None, "cut", "abort", "error"):
+            server.stopped.wait()
+            self.close_connection = True
+            return
+        if fault not in (None, "cut", "abort", "error"):
             status, headers = fault if isinstance(fault, tuple) else (fault, {})
             return self.reply({"error": f"fault {status}"}, status, headers.items())
         tokens, rows, finish = server.model.write(ids, body)

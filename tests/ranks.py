@@ -2,9 +2,9 @@
 
 import multiprocessing
 import os
-import socket
 
 import torch
+from torch.distributed import TCPStore
 
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["distill.train"])
@@ -15,12 +15,10 @@ def run_ranks(folder, count, work, *arguments):
 
     work: a function of a module. folder: for what they print.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     logs = [folder / f"rank-{rank}.log" for rank in range(count)]
     ranks = [
-        FORKED.Process(target=_rank, args=(rank, count, port, log, work, arguments))
+        FORKED.Process(target=_rank, args=(rank, count, store.port, log, work, arguments))
         for rank, log in enumerate(logs)
     ]
     for process in ranks:
@@ -39,6 +37,7 @@ def _rank(rank, count, port, log, work, arguments):
     if count > 1:
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+        address["TORCHELASTIC_USE_AGENT_STORE"] = True  # the store is the caller's, as of torchrun
         os.environ |= {name: str(value) for name, value in (numbers | address).items()}
     torch.set_num_threads(1)
     work(*arguments)

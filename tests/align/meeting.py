@@ -35,14 +35,23 @@ def let_tensors_die(megabytes, growing):
 
 
 def wait_for_the_first(timeout, folder):
-    """One process works for a second while the other waits, and nobody on its GPU."""
+    """One process works while the other waits, for a second or until it gives up.
+
+    Nobody waits on its GPU.
+    """
     os.environ["ACCELERATE_USE_CPU"] = "true"  # as the launcher does
     print("here:", join_processes(True, timeout), flush=True)
     TrainingArguments(use_cpu=True)
     distributed_c10d._get_default_group = None  # with NCCL it would spin
-    rank = os.environ["RANK"]
+    rank, given_up = os.environ["RANK"], folder / "given up"
     if rank == "0":
-        time.sleep(1)
-    wait_on_host()
+        until = time.monotonic() + (1 if timeout > 10 else 60)
+        while time.monotonic() < until and not given_up.exists():
+            time.sleep(0.1)
+    try:
+        wait_on_host()
+    except RuntimeError:
+        given_up.touch()
+        raise
     shared = shared_by_all(folder), shared_by_all(folder / rank)
     print("from", from_first(rank), shared, file=sys.stderr)

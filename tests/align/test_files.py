@@ -23,7 +23,7 @@ OLD, NEW = {"a": "old", "b": "old"}, {"a": "new", "b": "new"}
 def killed(script, *arguments):
     """Run a script that kills itself with SIGKILL."""
     process = start(script, *arguments)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=600)
     assert process.returncode == -signal.SIGKILL, error
 
 

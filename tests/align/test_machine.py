@@ -41,7 +41,7 @@ def test_attention_on_a_gpu_needs_no_plan_for_each_shape(monkeypatch):
 
 
 @pytest.mark.real
-@pytest.mark.parametrize(("timeout", "long_enough"), [(60.0, True), (0.5, False)])
+@pytest.mark.parametrize(("timeout", "long_enough"), [(600.0, True), (3.0, False)])
 def test_a_process_waits_as_long_as_it_is_told_to(tmp_path, timeout, long_enough):
     ranks = run_ranks(tmp_path, 2, wait_for_the_first, timeout, tmp_path)
     (first, shown), (second, waited) = ranks

@@ -100,7 +100,7 @@ def test_a_pinned_file_that_was_damaged_in_the_cache_is_never_used(wheels):
 def test_two_processes_at_once_fetch_once(wheels):
     script = "import sys; from align.sources import *; print(resolve_file(sys.argv[1]))"
     both = [start(script, ONE) for _ in range(2)]
-    outputs = [process.communicate(timeout=60) for process in both]
+    outputs = [process.communicate(timeout=600) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert outputs[0][0] == outputs[1][0] != ""
     assert sum(err.count("Fetching parts-one") for _, err in outputs) == 1

@@ -95,15 +95,12 @@ def test_answers_that_are_there_take_no_time_and_none_is_made_late(time, tmp_pat
 def test_the_time_is_written_within_a_stage(tmp_path, monkeypatch):
     monkeypatch.setattr(clock_module, "KEPT_EVERY", 0.01)
     with Clock(tmp_path, 10.0) as clock:
-        clock.keep()
-        clock.path.unlink()  # as if the folder were not claimed
         sleep(0.1)
-        assert not clock.path.exists()
+        assert not clock.path.exists()  # the folder is not claimed
         clock.keep()
         first = json.loads(clock.path.read_text())["seconds"]
-        deadline = clock.seconds() + 20
         while json.loads(clock.path.read_text())["seconds"] == first:
-            assert clock.seconds() < deadline
+            assert clock.keeper.is_alive()
             sleep(0.01)
 
 
@@ -140,11 +137,11 @@ def test_all_processes_stop_by_the_first_ones_clock(time, tmp_path, monkeypatch)
 
 
 def test_a_run_keeps_its_minutes_and_says_what_repeats_it(job, tmp_path):
-    keys = {"max_steps": -1, "num_train_epochs": 1000.0, "early_stopping_patience": None}
+    keys = {"max_steps": -1, "num_train_epochs": 1e6, "early_stopping_patience": None}
     recipe = job(tmp_path / "run", minutes=0.5, answer_batch_size=96, **keys)
     assert run(recipe) == 0
     kept = json.loads((recipe.folder / CLOCK).read_text())
-    # the time for training was used, though 1,000 epochs were not over
+    # the time for training was used, though a million epochs were not over
     state = json.loads((last_checkpoint(recipe.folder) / "trainer_state.json").read_text())
     assert kept["training"] < kept["seconds"]
     assert state["global_step"] < state["max_steps"]

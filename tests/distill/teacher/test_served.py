@@ -281,7 +281,7 @@ def test_a_key_opens_the_server_and_is_written_nowhere(stand_in, served, asked, 
 def test_a_fault_that_passes_is_waited_out(stand_in, served, asked, whole, fault):
     server = stand_in()
     made = asked(served(server))
-    made.server.timeout = 1 if fault == "hang" else module.TIMEOUT
+    made.server.timeout = 5 if fault == "hang" else module.TIMEOUT
     server.faults, clock = [None, fault, fault], time.monotonic()
     assert contents(all_of(made)) == whole
     assert not server.faults

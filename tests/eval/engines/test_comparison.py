@@ -57,7 +57,7 @@ def test_servers_that_run_one_at_a_time_go_there_and_back():
 
 
 def compared(servers, order=take_turns, loads=(), running=None):
-    clients = [VllmServer(server.url, 5.0) for server in servers]
+    clients = [VllmServer(server.url) for server in servers]
     running = running or [runs_already(client) for client in clients]
     comparison = Comparison(
         [Contender(context, str(i)) for i, context in enumerate(running)],
@@ -99,7 +99,7 @@ def test_each_turn_follows_the_servers_own_outputs(fake, order, times):
         server.model.ids = lambda body: [zlib.crc32(str(body["messages"]).encode())]
     facts = {"path": "D", "form": "", "vocabulary": {}, "gamma": None, "gamma_policy": ""}
     contenders = [
-        Contender(runs_already(VllmServer(server.url, 5.0)), str(i), facts | {"missing": {}})
+        Contender(runs_already(VllmServer(server.url)), str(i), facts | {"missing": {}})
         for i, server in enumerate(servers)
     ]
     comparison = Comparison(contenders, Task(PromptSet("made up", prompts, []), GREEDY))
@@ -169,7 +169,7 @@ def test_a_server_that_does_not_start(fake, failing, time, left):
         started[number] += 1
         if number == failing and started[number] - 1 == time:
             raise ServerError("no memory")
-        yield VllmServer(servers[number].url, 5.0)
+        yield VllmServer(servers[number].url)
 
     comparison = compared(servers, there_and_back, (), [partial(start, i) for i in range(3)])
     assert pairs(comparison) == [left, [0, 1, 2, 3] if failing else left]

@@ -103,8 +103,8 @@ def texts(fake, request):
         of_draft = fake(3, Served("blocks of 3", model, **drafting), owner=client.owner)
         of_target = fake(1, Served("blocks of 1", model, **plain or {}), owner=client.owner)
         report = measure_servers(
-            {"served": client(of_draft.url, 5.0)},
-            client(of_target.url, 5.0),
+            {"served": client(of_draft.url)},
+            client(of_target.url),
             Task(PromptSet("made up", prompts, []), decoding(temperature)),
         )
         return report.drafts["served"].lossless, report
@@ -114,7 +114,7 @@ def texts(fake, request):
 
 def compared(servers, order):
     """The comparison of a server without a draft and one with it, and its divergences."""
-    contenders = [Contender(runs_already(VllmServer(s.url, 5.0))) for s in servers]
+    contenders = [Contender(runs_already(VllmServer(s.url))) for s in servers]
     comparison = Comparison(contenders, Task(PromptSet("made up", PROMPTS, []), decoding()))
     comparison.run(order)
     return comparison, comparison.divergent(contenders[1])

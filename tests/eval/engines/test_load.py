@@ -1,5 +1,6 @@
 """Steady loads: requests in flight, simulated servers, and the draft lengths that they propose."""
 
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from eval.engines.vllm import VllmServer
 from eval.measuring.intervals import StartError
 from eval.prompts import Prompt
 from eval.reporting.fields import LoadPoint, Report
+from tests.fake_vllm import Constant
 
 PROMPTS = [Prompt(str(i), prompt=f"say {i}") for i in range(40)]
 DECODING = Decoding(Sampling(), frozenset(), 20)
@@ -37,14 +39,22 @@ def test_requests_arrive_at_the_rate_and_at_the_same_times_for_all_servers():
     assert gaps.std() == pytest.approx(0.2, rel=0.05)  # as a Poisson process has
 
 
-@pytest.mark.parametrize(
-    ("load", "delay", "error"),
-    [(Load(1), 0.02, 0.1), (Load(4), 0.08, 0.03), (Load(rate=50.0), 0.02, 0.7)],
-)
-def test_a_server_gets_the_load_and_is_counted(fake, load, delay, error):
-    """error: most relative error of the requests in flight; requests are short here."""
-    plain, drafting = fake(1, delay=delay), fake(3, delay=delay)
-    clients = [VllmServer(server.url, 5.0) for server in (plain, drafting)]
+class Together(Constant):
+    """It writes nothing before so many prompts wait."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.all_here = threading.Barrier(count, timeout=300)
+
+    def write(self, ids, body):
+        self.all_here.wait()
+        return super().write(ids, body)
+
+
+@pytest.mark.parametrize("load", [Load(1), Load(4), Load(rate=50.0)])
+def test_a_server_gets_the_load_and_is_counted(fake, load):
+    plain, drafting = (fake(k, Together(load.concurrency or 1), delay=0.02) for k in (1, 3))
+    clients = [VllmServer(server.url) for server in (plain, drafting)]
     asked = passes(load, PROMPTS, 0)
     pairs = [tuple(timed_pass(client, each, DECODING) for client in clients) for each in asked]
     limits = {"e2el": 10_000.0, "ttft": 15.0}
@@ -55,16 +65,18 @@ def test_a_server_gets_the_load_and_is_counted(fake, load, delay, error):
     assert point.mean_acceptance_length.mean == 3.0
     assert point.requests == 40
     assert point.goodput.requests_per_s.baseline == 0.0  # the first token comes after 20 ms
-    both, e2e = point.in_flight, point.e2e_ms.baseline
+    e2e = point.e2e_ms.baseline
     assert e2e.p50 <= e2e.p95 <= e2e.p99
+    for one in (one for pair in pairs for one in pair):
+        assert all(r.start >= due for r, due in zip(one.requests, one.asked.starts, strict=True))
     if load.concurrency:
         assert (plain.most_active, drafting.most_active) == (load.concurrency,) * 2
-    by_littles_law = load.rate and load.rate * e2e.p50 / 1000
-    assert both.baseline == pytest.approx(load.concurrency or by_littles_law, rel=error)
+        in_flight = point.in_flight.baseline, point.in_flight.speculative
+        assert 0 < min(in_flight) <= max(in_flight) <= load.concurrency * (1 + 1e-9)
 
 
 def test_outputs_of_one_token_have_no_time_between_tokens(fake):
-    clients = [VllmServer(fake(length).url, 5.0) for length in (1, 3)]
+    clients = [VllmServer(fake(length).url) for length in (1, 3)]
     one = replace(DECODING, max_new_tokens=1)
     asked = passes(Load(4), PROMPTS, 0)[0]
     assert (
@@ -116,6 +128,25 @@ def test_the_speedup_at_a_load_is_unbiased(concurrency, mean):
     wider, over_starts = load_point(pairs, None, StartError(0.03, 4)), 0.03 * stdtrit(4, 0.975)
     for value, servers in ((wider["speedup"], 2), (wider["tokens_per_s"].baseline, 1)):
         assert np.log(value.ci95[1] / value.mean) > 0.95 * over_starts * servers**0.5
+
+
+def test_requests_in_flight_at_a_rate_are_those_of_a_count_at_each_moment():
+    asked = passes(Load(rate=5.0), PROMPTS, 0)
+
+    def pass_of(one, seconds):
+        requests = zip(one.starts, one.prompts, strict=True)
+        times = [seconds / 2] * 2
+        runs = [Request(at, PromptRun.of(p, 1, times, [[0]] * 2)) for at, p in requests]
+        return TimedPass(one, runs, None)
+
+    both = load_point([(pass_of(one, 0.7), pass_of(one, 0.3)) for one in asked])["in_flight"]
+    for found, seconds in ((both.baseline, 0.7), (both.speculative, 0.3)):
+        counts = []
+        for one in asked:
+            starts = np.array(one.starts)
+            moments = np.arange(starts[one.edge], starts[-one.edge], 1e-3)[:, None]
+            counts += ((starts <= moments) & (moments < starts + seconds)).sum(1).tolist()
+        assert found == pytest.approx(np.mean(counts), rel=2e-3)
 
 
 ALWAYS_GAINS, AT_FEW = {1: 1.2, 4: 1.1, 8: 1.05}, {1: 1.4, 4: 1.1, 8: 0.8}

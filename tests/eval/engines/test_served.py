@@ -1,10 +1,12 @@
 """Drafts behind vLLM servers, fake ones: the report, the command, and every way they can fail."""
 
+import itertools
 import json
 import multiprocessing
-import time
+import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from eval.engines import local_vllm, served
 from eval.engines.comparison import Task
 from eval.engines.local_vllm import VllmServers, computed_dtype
 from eval.engines.served import measure_servers, measure_started
-from eval.engines.server import ServerError
+from eval.engines.server import TIMEOUT, ServerError
 from eval.engines.vllm import VllmServer
 from eval.measuring.journal import Journal
 from eval.measuring.runs import AT_LONGEST
@@ -41,7 +43,7 @@ PROMPTS = [
 ]
 
 
-def measure(drafting, plain, prompts=PROMPTS, temperature=0.0, timeout=5.0, gamma=None):
+def measure(drafting, plain, prompts=PROMPTS, temperature=0.0, timeout=TIMEOUT, gamma=None):
     asked = PromptSet("made up", prompts, [])
     return measure_servers(
         {"served": VllmServer(drafting.url + "/v1/", timeout)},
@@ -121,13 +123,24 @@ def test_other_tokens_are_not_explained_away(fake):
     assert find_warnings(report)[0].code == "mismatch"
 
 
-def test_an_overloaded_server_is_asked_again_and_the_last_try_is_timed(fake):
+def test_an_overloaded_server_is_asked_again_and_the_last_try_is_timed(fake, monkeypatch):
     """A storm that lasts longer ends the draft."""
+    clock, waits = itertools.count(), []  # time passes when somebody looks at it, or waits
+
+    def wait(seconds):
+        waits.append(seconds)
+
+    def now():
+        return next(clock) / 1000 + sum(waits)
+
+    monkeypatch.setattr("eval.engines.vllm.time", SimpleNamespace(perf_counter=now))
+    monkeypatch.setattr("urllib3.util.retry.time", SimpleNamespace(sleep=wait))
     drafting = fake(3, faults=[None, 503, (429, {"Retry-After": "0"}), "cut"])
     report = measure(drafting, fake(1))
     draft = report.drafts["served"]
     assert (draft.speedup.n, len(drafting.streamed)) == (3, 1 + 3 + 3)
-    assert draft.per_prompt[0].seconds < 0.15  # the second and third tries waited for 0.1 and 0.2 s
+    assert waits == [0.1, 0.2]  # before the second and third tries
+    assert draft.per_prompt[0].seconds < 0.1
     assert draft.counters.num_drafts == 3 * 7
     report = measure(fake(3, faults=[None, None, *[503] * 9]), fake(1))
     assert report.drafts["served"].speedup.n == 1
@@ -159,7 +172,7 @@ def test_a_server_that_fails_midway_leaves_what_was_measured(fake, fault):
 @pytest.mark.parametrize(
     ("drafting", "plain", "message"),
     [
-        ({"step": 3, "delay": 1.0}, {}, r"sent nothing for 0.3 s"),
+        ({"step": 3, "faults": ["hang"]}, {}, r"sent nothing for 0.3 s"),
         ({"step": 3, "dies_after": 1}, {}, r"after 0 of 3 prompts: .* broke off"),
         ({"step": 3}, {"step": 2}, "is the baseline, but it speculates"),
         ({"step": 3}, {"names": ["org/other"]}, "serve one target under one name"),
@@ -170,7 +183,7 @@ def test_a_server_that_fails_midway_leaves_what_was_measured(fake, fault):
 )
 def test_servers_that_cannot_be_measured(fake, drafting, plain, message):
     with pytest.raises(ServerError, match=message):
-        measure(fake(**drafting), fake(**plain), timeout=0.3 if "delay" in drafting else 5.0)
+        measure(fake(**drafting), fake(**plain), timeout=0.3 if "faults" in drafting else TIMEOUT)
 
 
 def test_a_version_that_a_gateway_hides_is_no_difference(fake):
@@ -284,7 +297,16 @@ def test_command_with_two_servers_and_loads(fake, tmp_path, prompts, capsys):
 )
 def test_a_killed_evaluation_goes_on_where_it_was(fake, tmp_path, prompts, killed_at, more, twice):
     """It repeats only the output, or the pass of a load, in progress; all with other settings."""
-    servers = fake(3, delay=0.02), fake(1, delay=0.02)
+
+    class Killing(Constant):
+        """It kills the evaluation before it writes the last of so many outputs."""
+
+        def write(self, ids, body):
+            if asked() == killed_at:
+                process.kill()
+            return super().write(ids, body)
+
+    servers = fake(3, Killing()), fake(1, Killing())
     load = ["--concurrency", "1", "--temperature", "0.5"]
 
     def run(*more):
@@ -295,10 +317,8 @@ def test_a_killed_evaluation_goes_on_where_it_was(fake, tmp_path, prompts, kille
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
-    while asked() < killed_at:
-        time.sleep(0.005)
-    process.kill()
     process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert run(*more) == 0
     once = 2 * (10 * 2 + 2 * (1 + 5 + 1))  # outputs, sampled and greedy, and two passes
     assert once + (20 if more else 0) <= asked() <= once + twice
