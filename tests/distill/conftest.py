@@ -30,7 +30,7 @@ LORA = {"use_peft": True, "lora_r": 4}
 PARD = {"drafter": "pard", "max_gamma": 3, "target": "roomy"}
 # One run of each kind of draft, and of each way onto the target's ids: keys of its recipe
 RUNS = {
-    "transplant": {"draft": "draft"},
+    "transplant": {"draft": "draft", "max_steps": 120},
     "remap": {"draft": "moved"},
     "padded": {"draft": "small", "target": "large"},
     "padded before": {"draft": "large", "target": "small"},
