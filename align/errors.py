@@ -7,8 +7,9 @@ _SECRET = re.compile(
     r"|([?&#][\w-]*(?:token|key|secret|password)=|Bearer |\bhf_(?=[a-z0-9]{30}))[^&\s'\"]+",
     re.IGNORECASE,
 )
-# what a `pypi:` spec of a file in several pieces has after the first piece
-_PIECES = re.compile(r"\+pypi:[^\s'\"#,;:)`]*(:[^\s'\"#,;:)`]+)*(#\w+=\w+)?")
+# What a `pypi:` spec of a file in several pieces has after the first piece. It ends with a letter
+# or a digit, because a full stop there is the sentence's.
+_PIECES = re.compile(r"\+pypi:[^\s'\"#,;:)`]*(:[^\s'\"#,;:)`]+)*(?<=\w)(#\w+=\w+)?")
 
 
 def masked(text: str) -> str:

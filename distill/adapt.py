@@ -61,6 +61,7 @@ from eval.decoding.target import weights_sha256
 from eval.measuring.journal import INTERRUPTED
 from eval.prompts import load_prompts
 from eval.reporting.fields import REFERENCE, Report, read_report
+from eval.reporting.files import write_report
 from eval.reporting.traffic import Estimate
 
 PUBLISHED, REFUSED, FAILED, NOTHING = range(4)  # exit statuses
@@ -342,10 +343,12 @@ def gated(
     if args.gate:
         recent = measured([*options, *args.gate], reports / "recent")
     else:
-        shutil.copytree(run / "report", reports / "recent" / "report")
-        recent = read_report(run / "report" / "report.json")
+        recent = read_report(run)
     prompts = ["--prompts", str(args.run / "prompts" / "eval.jsonl")]
     earlier = measured([*options, *args.gate, *prompts], reports / "earlier")
+    for report, part in ((recent, "recent"), (earlier, "earlier")):
+        report.provenance["removed"] = str(run)  # so no command may name it
+        write_report(reports / part / "report", report)
     status, reason = judged(recent, earlier, args.margin)
     if status != PUBLISHED:
         return status, reason
@@ -371,7 +374,7 @@ def measured(options: list[str], folder: Path) -> Report:
             f"The drafts cannot be compared on {folder.name} prompts, because eval.run ended with "
             f"status {status}; its message above has the cause."
         )
-    return read_report(folder / "report" / "report.json")
+    return read_report(folder)
 
 
 def rollback(home: Path) -> None:

@@ -36,7 +36,7 @@ from distill.export import FULL_FORM
 from distill.recipe import read_yaml
 from eval.decoding.drafters.mtp import SERVED
 from eval.decoding.target import weights_sha256
-from eval.reporting.fields import Report, read_report
+from eval.reporting.fields import REFERENCE, Report, read_report
 
 # A full-vocabulary checkpoint must be the trimmed one: the same greedy choice at this share of
 # positions, and no more probability on trimmed tokens than this.
@@ -58,13 +58,11 @@ def check_files(run: Path) -> None:
 def reports_of(run: Path, named: Sequence[Path]) -> list[Report]:
     """The run's report, if it has one, and the named ones.
 
-    named: report.json files, or output folders of evaluations. Raises ReportError for a broken
-    report, and if there is no report at all.
+    named: as for `read_report`. Raises ReportError for a broken report, and if there is no report
+    at all.
     """
-    paths = [path / "report" / "report.json" if path.is_dir() else path for path in named]
     own = run / "report" / "report.json"
-    if own.exists() or not paths:
-        paths = [own, *paths]
+    paths = [own, *named] if own.exists() or not named else named
     return [read_report(path) for path in paths]
 
 
@@ -76,8 +74,10 @@ def unmet_conditions(
     weights: the hashes of the draft's weights. source: the licence's source, or why it is unknown.
     """
     unmet = []
-    again = f"measure it again: python -m eval.run --run {run.name}"
     for report in reports:
+        again = f"measure it again: python -m eval.run --run {run.name}"
+        if report.engine != REFERENCE:
+            again = "measure it again with the command in its provenance"
         drafts = {name: d for name, d in report.drafts.items() if d.sha256 in weights}
         if not drafts:
             unmet.append(
@@ -99,7 +99,7 @@ def unmet_conditions(
         if report.prompts.overlap_with_training is None:
             unmet.append(
                 f"The report of engine {report.engine} does not know whether its prompts were "
-                f"trained on; {again}, without --prompts."
+                f"trained on; measure it again with --run {run.name} and without --prompts."
             )
         elif report.prompts.overlap_with_training > 0:
             unmet.append(

@@ -11,6 +11,7 @@ import os
 import shlex
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 if not __package__:
@@ -53,6 +54,8 @@ def run(recipe: Recipe, measured: bool = True, summary: bool = True) -> int:
     """
     timeout = float(recipe.training.get("ddp_timeout", WAIT))
     use_machine(join_processes(recipe.training.get("use_cpu", False), timeout))
+    # another CPU may have another default
+    recipe = replace(recipe, dtype=from_first(recipe.dtype))
     for folder in (recipe.folder, cache_folder() / "teacher"):
         refuse_unwritable(folder)
     recipe = with_published_kind(recipe)

@@ -332,11 +332,11 @@ def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
     missing checkpoint.
     """
     resumed = _resumed(recipe)
-    use_cpu = recipe.training.get("use_cpu", False)
+    usual = from_first(usual_dtype(recipe.training.get("use_cpu", False)))
     rates = NEW_RATES if recipe.draft is None and not recipe.kind.trained else TRAINED_RATES
     values: dict[str, Any] = {
         "learning_rate": rates[recipe.use_peft],
-        "bf16": usual_dtype(use_cpu) == "bfloat16" and not recipe.training.get("fp16", False),
+        "bf16": usual == "bfloat16" and not recipe.training.get("fp16", False),
         "report_to": "none",
         "ddp_timeout": WAIT,
         "save_total_limit": 2,

@@ -1,7 +1,7 @@
 """Does what you serve still accept the draft as its report says?
 
-    python -m eval.drift report.json --prometheus http://prometheus:9090 --since last.txt
-    python -m eval.drift report.json --metrics http://localhost:8000 --since last.prom
+    python -m eval.drift DIR --prometheus http://prometheus:9090 --since last.txt
+    python -m eval.drift DIR --metrics http://localhost:8000 --since last.prom
 
 The counters of vLLM come from Prometheus (all replicas together), from /metrics of one server, or
 from a file with this page (docs/serving.md). Exit status: 0 as measured; 1 moved away; 2 for a bad
@@ -51,7 +51,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     about = __doc__.split("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m eval.drift", description=about)
     add, source = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
-    add("report", type=Path, metavar="REPORT", help="a report.json")
+    add("report", type=Path, metavar="REPORT", help="a report.json, or an output folder")
     of_metrics = "address of one vLLM server, or a file with its page /metrics"
     source.add_argument("--metrics", metavar="URL|FILE", help=of_metrics)
     of_prometheus = "address of a Prometheus that reads all replicas"

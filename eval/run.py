@@ -457,7 +457,8 @@ def _measure_servers(args: argparse.Namespace, journal: Journal) -> Report:
 
 
 def _made_by(args: argparse.Namespace) -> dict[str, Any]:
-    return {"command": [*map(masked, sys.argv)], "seed": args.seed}
+    made_by = {"command": [*map(masked, sys.argv)], "seed": args.seed}
+    return made_by | {"output_dir": str(args.output_dir)}
 
 
 def main(argv: list[str], summary: bool = True) -> int:

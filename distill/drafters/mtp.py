@@ -24,7 +24,7 @@ from align.sources import load_config, opened_weights, resolve_checkpoint, weigh
 from distill.drafters.batch import HeadInput, TrainingBatch, drawn_depths, followed, mean_depth
 from distill.drafters.initialisation import FrozenEmbedding
 from distill.drafters.kind import Config, Draft, DraftKind, Origin
-from eval.decoding.drafters.compact import COMPACT, check_compact
+from eval.decoding.drafters.compact import COMPACT
 from eval.decoding.drafters.mtp import (
     ARCHITECTURE,
     HEAD,
@@ -79,7 +79,6 @@ class Mtp(DraftKind):
         link_target(folder, resolve_checkpoint(target), tensors)
 
     def load(self, folder: Path, embedding: Tensor, head: Callable[[], Tensor]) -> Draft:
-        check_compact(folder, embedding)
         return Draft(to_train(load_mtp(folder, embedding), embedding))
 
     def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:

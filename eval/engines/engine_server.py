@@ -7,6 +7,7 @@ SGLang sends an output's counts with it.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
@@ -32,8 +33,8 @@ class EngineServer(Server, Engine, Judge, ABC):
     """A server as an `Engine`. Methods raise ServerError if a request fails.
 
     engine: its name in reports. owner: `owned_by` of its models. version_at: path and key of its
-    version. retries: of a request, also of a stream that broke off; only the last try is timed and
-    counted. A running server gets more once it has answered.
+    version. retries: of a request, also of a stream that broke off; a running server gets more once
+    it has answered. Of `decode` only the last try is timed and counted.
     """
 
     engine: str
@@ -79,8 +80,19 @@ class EngineServer(Server, Engine, Judge, ABC):
         return self.read_wide(prompt, output)
 
     def generate(self, prompt: Prompt, decoding: Decoding) -> Output:
-        """The output for one prompt, while the server may have other requests."""
-        return self._patiently(lambda: self.streamed(prompt, decoding))
+        """The output for one prompt, while the server may have other requests.
+
+        Its prefill begins with the first try, because a user of a loaded server waits as long.
+        """
+        begins: list[float] = []
+
+        def begun() -> Output:
+            begins.append(time.perf_counter())
+            return self.streamed(prompt, decoding)
+
+        output = self._patiently(begun)
+        output.run.prefill_seconds += begins[-1] - begins[0]
+        return output
 
     def decode(self, prompt: Prompt, decoding: Decoding) -> Output:
         """The output for one prompt with its counts; the server must have no other request."""

@@ -36,7 +36,7 @@ class SglangServer(EngineServer):
 
     def decode(self, prompt: Prompt, decoding: Decoding) -> Output:
         """As in EngineServer; the counts are the request's own."""
-        return self.generate(prompt, decoding)
+        return self._patiently(lambda: self.streamed(prompt, decoding))
 
     def streamed(self, prompt: Prompt, decoding: Decoding) -> Output:
         """As in EngineServer, with counts; each message with tokens is a speculation step."""

@@ -357,8 +357,13 @@ def _problem(error: ValidationError) -> str:
 
 
 def read_report(path: Path | str) -> Report:
-    """The checked report in a report.json. Raises `ReportError` if the file is absent or broken."""
+    """The checked report in a report.json, or in the output folder of a run or an evaluation.
+
+    Raises `ReportError` if the file is absent or broken.
+    """
     path = Path(path)
+    if path.is_dir():
+        path = path / "report" / "report.json"
     try:
         return Report.model_validate_json(path.read_bytes(), strict=True)
     except FileNotFoundError:

@@ -24,10 +24,10 @@ DIVERGENCE_NOTE = (
     "outputs agree in fp32 (behind a server: and every later token is a near-tie, too)."
 )
 LOAD_NOTE = (
-    "With / without the draft, at steady loads: the first and the last requests do not count. "
-    "Intervals are over batches of requests; for one request at a time, the first lines have the "
-    "speed-up over prompts, which differs. Outputs are not compared here, because bf16 sums depend "
-    "on the batch."
+    "With / without the draft, at steady loads: the first and the last requests do not count. A "
+    "request that failed is repeated, and timed from its first try. Intervals are over batches of "
+    "requests; for one request at a time, the first lines have the speed-up over prompts, which "
+    "differs. Outputs are not compared here, because bf16 sums depend on the batch."
 )
 # Short definitions from the fields' descriptions; docs/report.md has long ones.
 DEFINITIONS = {

@@ -235,8 +235,11 @@ def _commands(report: Report) -> Iterator[str]:
         return
     for name in _recommended_at_loads(report):
         if report.engine == "vllm":
-            words = ["python", "-m", "eval.drift", "report/report.json", "--draft", name]
+            folder = str(report.provenance.get("output_dir", "."))
+            words = ["python", "-m", "eval.drift", folder, "--draft", name]
             yield shlex.join([*words, "--metrics", "http://localhost:8000"])
+            continue
+        if "removed" in report.provenance:  # by distill.adapt, with the draft
             continue
         draft = report.drafts[name]
         words = ["python", "-m", "eval.run"]

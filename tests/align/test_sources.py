@@ -475,3 +475,6 @@ def test_a_file_in_many_pieces_is_shown_by_its_first():
         assert abridged(spec) == spec
     error = UserError(f"{'+'.join(pieces) + sha!r} is no draft; name another.")
     assert str(error) == f"'{pieces[0]} and 2 more pieces' is no draft; name another."
+    for sign in (".", "?", "]", "…", "**"):  # the sentence's, not the spec's
+        for spec in ("+".join(pieces), "+".join(pieces) + sha):
+            assert abridged(f"{spec}{sign} Why") == f"{pieces[0]} and 2 more pieces{sign} Why"

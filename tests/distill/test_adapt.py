@@ -360,6 +360,13 @@ def test_what_passes_the_gate_is_served(loop, gains, status, capsys):
     assert not (loop.home / "work").exists()
     (name,) = (loop.home / "reports").iterdir()
     assert sorted(part.name for part in name.iterdir()) == ["earlier", "recent"]
+    for gain, part in zip(gains, ("recent", "earlier"), strict=True):
+        advised, kept = (
+            " eval.run " in (folder / "report.md").read_text()
+            for folder in (loop.reports[gain], name / part / "report")
+        )
+        assert advised  # of drafts that are there
+        assert not kept
 
 
 def test_the_draft_before_the_last_is_served_again(loop):

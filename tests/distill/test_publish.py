@@ -223,14 +223,38 @@ def test_a_licence_is_known_or_given(run, tmp_path, licence, capsys):
     assert ModelCard((tmp_path / "to" / "README.md").read_text()).data.license == "mit"
 
 
-def test_a_named_report_of_other_weights_is_not_published(run, in_vllm, tmp_path, capsys):
+def other_weights(report):
+    for draft in report["drafts"].values():
+        draft["sha256"] = "ab" * 32
+
+
+def overlap_unknown(report):
+    report["prompts"]["overlap_with_training"] = None
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words", "again"),
+    [
+        (other_weights, "engine vllm measured other weights", "provenance"),
+        (mismatch, "engine vllm 1 of 40 outputs", "provenance"),
+        (sampled_mismatch, "engine vllm sampled outputs", "provenance"),
+        (overlap_unknown, "engine vllm does not know", "--run code"),
+    ],
+)
+def test_a_named_report_is_made_again_in_its_own_engine(
+    run, in_vllm, tmp_path, capsys, spoil, words, again
+):
+    """`eval.run --run` alone would make one of the reference decoder."""
+
     def edit(report):
-        for draft in report["drafts"].values():
-            draft["sha256"] = "ab" * 32
+        report["drafts"]["tuned"] = report["drafts"].pop("tuned, gamma 3")
+        spoil(report)
 
     change_report(in_vllm, edit)
     error = refused([run, "--report", in_vllm, "--to", tmp_path / "to"], capsys)
-    assert "The report of engine vllm measured other weights" in error
+    assert words in error
+    assert again in error
+    assert "eval.run --run" not in error
 
 
 # --- The copy

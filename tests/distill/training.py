@@ -11,7 +11,9 @@ from pathlib import Path
 
 from trl import SFTTrainer
 
-from distill import held_out, prompt_sets
+from distill import held_out, prompt_sets, trainer
+from distill import recipe as recipes
+from distill import train as job
 from distill.teacher import answers
 from distill.teacher.store import Store
 from distill.train import main
@@ -64,6 +66,19 @@ def train_apart(recipe, stage, dies, machines):
     if stage == "answers" and os.environ["RANK"] == str(dies):
         Store.append = dying(Store.append, 2)
     train(recipe, dies if stage == "training" else None, {})
+
+
+def meet(recipe):
+    """The job up to its stages; only the first process's CPU has bf16 instructions."""
+    usual = "float32" if os.environ["RANK"] != "0" else "bfloat16"
+    recipes.usual_dtype = trainer.usual_dtype = lambda on_cpu: usual
+
+    def stages(recipe, *more):
+        print(recipe.dtype, trainer.training_config(recipe).bf16, file=sys.stderr)
+        return 0
+
+    job.run_stages = stages
+    sys.exit(main(["--recipe", str(recipe)]))
 
 
 if __name__ == "__main__":

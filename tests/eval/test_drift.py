@@ -83,6 +83,11 @@ def test_verdicts(report, traffic, capsys, drafts, times, status, moved, lacking
     assert text.endswith(f"{result['assumed']}.\n")
 
 
+def test_a_report_by_its_output_folder(sample_report, traffic, tmp_path):
+    write_report(tmp_path / "report", sample_report)
+    assert drift(str(tmp_path), traffic(4000)) == 0
+
+
 def test_a_monitor_needs_light_packages_only(report, traffic, tmp_path):
     """On a machine without torch, transformers and the like the whole command runs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -316,7 +321,7 @@ def test_input_of_no_use(report, traffic, tmp_path, capsys):
     refused("gamma is 3, so acceptance", report, "--metrics", traffic(4000, shares=(0.6, 0.4)))
     now = traffic(4000)
     refused("no report at", tmp_path / "no.json", "--metrics", now)
-    refused("Is a directory", tmp_path, "--metrics", now)
+    refused("no report at", tmp_path, "--metrics", now)
     refused("name one of tuned", report, "--metrics", now, "--draft", "other")
     refused("cannot be read as text", report, "--metrics", tmp_path / "no.prom")
     refused("cannot be read as text", report, "--metrics", now, "--since", tmp_path / "no.prom")

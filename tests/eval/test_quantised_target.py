@@ -11,6 +11,7 @@ from align.to_gguf import write_gguf
 from distill.drafters import pruned
 from distill.drafters.kind import Draft
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
+from eval.decoding.drafters.compact import OtherEmbedding
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling, agreement, warp
@@ -40,6 +41,22 @@ def folder(tmp_path_factory, tiny_llama):
 def loaded(folder, name):
     spec = str(folder / name)
     return load_target(spec, torch.float32, "cpu", 64)
+
+
+def test_a_target_in_another_dtype_is_the_same(folder, tmp_path, capsys):
+    """A run in fp32 on a target stored in bf16. Where rounding differs, both dtypes are named."""
+    target = load_target(str(folder / "target"), torch.bfloat16, "cpu", 64)
+    drafter = load_drafter(str(folder / "draft"), target)
+    assert (drafter.form, drafter.decoder.dtype) == ("compact", torch.bfloat16)
+    assert "full-vocabulary" not in capsys.readouterr().err
+    text = list(range(1, 41))
+    p = warp(teacher_forced_logits(target.decoder, [5, *text[:-1]], 1)[0], Sampling())
+    assert agreement(p, drafter.teacher_forced([5], text, Sampling(), {})).mean() > 0.8
+    whole = load_model(str(folder / "target"), torch.float32)
+    finer = whole.get_input_embeddings().weight.detach() * 1.0001
+    pruned.KIND.save(tmp_path, Draft(whole), finer, "")
+    with pytest.raises(OtherEmbedding, match=r" float32 .* bfloat16,"):
+        load_drafter(str(tmp_path), target)
 
 
 def test_a_draft_made_for_one_form_drafts_for_the_other(folder, capsys):

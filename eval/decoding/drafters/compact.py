@@ -19,10 +19,15 @@ from eval.decoding.target import tensor_sha256
 COMPACT = "draftsmith-compact/2"
 
 
-def check_compact(folder: Path, embedding: Tensor) -> Mapping[str, Any]:
+class OtherEmbedding(UserError):
+    """The target's embedding is not the one that a draft shares."""
+
+
+def check_compact(folder: Path, embedding: Tensor, dtype: torch.dtype) -> Mapping[str, Any]:
     """The fields of compact.json, if the draft was made for the target with `embedding` [V, H].
 
-    Raises UserError for another target or format.
+    dtype: the draft's. The embeddings are compared in it, because the target may be loaded in
+    another one. Raises OtherEmbedding, and UserError for another format.
     """
     about: dict[str, Any] = read_json(folder / "compact.json")
     if about.get("format") != COMPACT:
@@ -30,12 +35,13 @@ def check_compact(folder: Path, embedding: Tensor) -> Mapping[str, Any]:
             f"{folder} has format {about.get('format')!r}, but this version reads {COMPACT!r}. "
             "Use the full-vocabulary checkpoint (above a folder compact/), or train again."
         )
-    if about["embedding_sha256"] != tensor_sha256(embedding):
-        raise UserError(
-            f"{folder} was made for another target, whose input embedding has hash "
-            f"{about['embedding_sha256'][:12]}…; this target's has "
-            f"{tensor_sha256(embedding)[:12]}…. Use the draft's target in the same dtype, or the "
-            "full-vocabulary checkpoint (above a folder compact/)."
+    if about["embedding_sha256"] != (found := tensor_sha256(embedding.to(dtype))):
+        made, here = (str(each).removeprefix("torch.") for each in (dtype, embedding.dtype))
+        raise OtherEmbedding(
+            f"{folder} was made in {made} with an input embedding of hash "
+            f"{about['embedding_sha256'][:12]}…, but this target's, in {here}, has "
+            f"{found[:12]}…. Use the draft's target in the same dtype, or the full-vocabulary "
+            "checkpoint (above a folder compact/)."
         )
     return about
 

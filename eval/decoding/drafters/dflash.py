@@ -171,7 +171,7 @@ def load_dflash(
     about, tensors = read_json(folder / "config.json"), weights_of(folder, str(embedding.device))
     refuse_other_embedding(folder, tensors.pop("embed_tokens.weight", None), embedding)
     if target is None or (folder / "compact.json").is_file():
-        check_compact(folder, embedding.to(tensors["fc.weight"].dtype))
+        check_compact(folder, embedding, tensors["fc.weight"].dtype)
     else:
         FORMAT.check_config(folder, target)
     token_ids = read_token_ids(folder, tensors)

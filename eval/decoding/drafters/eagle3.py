@@ -207,7 +207,7 @@ def load_eagle3(
     about, tensors = read_json(folder / "config.json"), weights_of(folder, str(embedding.device))
     published = tensors.pop("embed_tokens.weight", None)
     if target is None or (folder / "compact.json").is_file():
-        compact = check_compact(folder, embedding.to(tensors["lm_head.weight"].dtype))
+        compact = check_compact(folder, embedding, tensors["lm_head.weight"].dtype)
         layers = compact["layers"]
     else:
         FORMAT.check_config(folder, target)

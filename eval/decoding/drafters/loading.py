@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from align.errors import UserError
 from align.sources import load_model, read_json, resolve_checkpoint
 from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
+from eval.decoding.drafters.compact import OtherEmbedding
 from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.drafters.formats import formats, published_format
 from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
 from eval.decoding.drafters.sibling import sibling_drafter
-from eval.decoding.target import Target, tensor_sha256
+from eval.decoding.target import Target
 
 
 def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
@@ -41,14 +41,13 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
                 f"{folder} is a draft of kind {about['drafter']!r}, but this version knows only "
                 f"{', '.join(formats())}; train a draft of one of these kinds."
             )
-        if folder != Path(spec) and _of_another_target(about, target):
-            print(
-                f"{spec} was made for another target, whose embedding its trimmed-vocabulary "
-                "checkpoint shares: taking the full-vocabulary checkpoint.",
-                file=sys.stderr,
-            )
+        try:
+            drafter = kind.load(folder, target)
+        except OtherEmbedding as error:
+            if folder == Path(spec):
+                raise
+            print(f"{error}\n{spec}: taking the full-vocabulary checkpoint.", file=sys.stderr)
             break
-        drafter = kind.load(folder, target)
         published = kind.head_size(read_json(folder / "config.json")) is not None
         full = (folder if published else folder.parent) / "model.safetensors"
         drafter.path = str(folder)
@@ -59,9 +58,3 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
         drafter.path = spec
         return drafter
     return sibling_drafter(load_model(spec, target.decoder.dtype), spec, target, strategy)
-
-
-def _of_another_target(about: dict[str, Any], target: Target) -> bool:
-    """Whether a trimmed-vocabulary checkpoint shares the embedding of another target."""
-    shared = about.get("embedding_sha256")
-    return shared is not None and shared != tensor_sha256(target.decoder.embedding)

@@ -138,8 +138,7 @@ def load_heads(
     """
     tensors = weights_of(folder, str(embedding.device))
     if target is None or (folder / "compact.json").is_file():
-        # compared in the draft's dtype, because the target may be loaded in another dtype
-        check_compact(folder, embedding.to(tensors["lm_head.weight"].dtype))
+        check_compact(folder, embedding, tensors["lm_head.weight"].dtype)
     else:
         FORMAT.check_config(folder, target)
     token_ids = tensors.pop("token_map", None)

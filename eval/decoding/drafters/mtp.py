@@ -50,9 +50,7 @@ class Mtp(DraftFormat):
         return int(config["vocab_size"]) if ours else None
 
     def load(self, folder: Path, target: Target) -> MtpDrafter:
-        embedding = target.decoder.embedding
-        check_compact(folder, embedding)
-        return self.drafter(load_mtp(folder, embedding), None, target)
+        return self.drafter(load_mtp(folder, target.decoder.embedding), None, target)
 
     def drafter(self, model: Any, token_ids: Tensor | None, target: Target) -> MtpDrafter:
         """The drafter of the model for that target, whose LM head it shares."""
@@ -118,10 +116,12 @@ def load_mtp(
     """The draft on the target's embedding [V, H], in its dtype.
 
     folder: a draft, or a checkpoint of the target; then `head` [V, H] and `base`, its config, are
-    the target's. Raises UserError if the layer is missing or has other parts.
+    the target's. Raises UserError if the layer is missing or has other parts, and OtherEmbedding.
     """
     config = base or load_config(str(folder)).get_text_config()
     tensors = layer_tensors(folder, config)
+    if base is None:
+        check_compact(folder, embedding, tensors["eh_proj.weight"].dtype)
     tensors.pop("embed_tokens.weight", None)  # a copy of the target's
     stored: Any = tensors.pop(HEAD, None)
     model = build_mtp(config)

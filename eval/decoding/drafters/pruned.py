@@ -53,8 +53,8 @@ def load_compact(folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tens
 
     The ids are None for a head over all ids. Raises UserError if the draft is of another target.
     """
-    check_compact(folder, embedding)
     tensors = weights_of(folder, str(embedding.device))
+    check_compact(folder, embedding, tensors["lm_head.weight"].dtype)
     token_ids = read_token_ids(folder, tensors)
     config = load_config(str(folder))
     with torch.device("meta"):
@@ -63,7 +63,8 @@ def load_compact(folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tens
     model.lm_head = nn.Linear(size, rows, bias=False, device="meta")
     if f"{MASK}.weight" in tensors:
         model.add_module(MASK, nn.Embedding(1, size, device="meta"))
-    model.load_state_dict({**tensors, EMBEDDING: embedding}, assign=True)
+    cast = {name: tensor.to(embedding.dtype) for name, tensor in tensors.items()}
+    model.load_state_dict({**cast, EMBEDDING: embedding}, assign=True)
     # rotary tables are not in the checkpoint, so they are computed
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(embedding.device)
     return model.eval(), token_ids

@@ -75,6 +75,16 @@ def test_a_server_gets_the_load_and_is_counted(fake, load):
         assert 0 < min(in_flight) <= max(in_flight) <= load.concurrency * (1 + 1e-9)
 
 
+def test_a_repeated_request_is_timed_from_its_first_try(fake):
+    """The second and the third repetition wait for 0.1 and 0.2 s."""
+    server, asked = fake(3, faults=[*[None] * 5, *[503] * 3]), passes(Load(1), PROMPTS, 0)[0]
+    passed = timed_pass(VllmServer(server.url, 5.0), asked, DECODING)
+    first, after = passed.requests[5:7]
+    assert 0.3 < first.run.prefill_seconds < first.run.seconds < after.start - first.start
+    point = load_point([(passed, passed)])
+    assert point["ttft_ms"].speculative.p99 > 200 > point["ttft_ms"].speculative.p50
+
+
 def test_outputs_of_one_token_have_no_time_between_tokens(fake):
     clients = [VllmServer(fake(length).url) for length in (1, 3)]
     one = replace(DECODING, max_new_tokens=1)

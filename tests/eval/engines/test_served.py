@@ -238,6 +238,7 @@ def test_command_with_running_servers_and_its_gate(fake, tmp_path, prompts):
     assert command(prompts, out, *servers, "--gamma", "3", "--fail_under_speedup", "0.001") == 0
     report = read_report(out / "report" / "report.json")
     assert (report.engine, report.target, report.decoding.gamma) == ("vllm", "org/target", 3)
+    assert report.provenance["output_dir"] == str(out)
     assert (out / "report" / "report.html").is_file()
     assert command(prompts, out, *servers, "--fail_under_speedup", "1000") == 1
     assert command(prompts, out, *servers, "--fail_under_alpha", "0.1") == 1

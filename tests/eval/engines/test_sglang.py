@@ -105,6 +105,12 @@ def test_an_aborted_output_is_asked_for_again(served, status, tries):
     assert len(server.streamed) == tries
 
 
+def test_one_request_at_a_time_is_timed_by_its_last_try(served):
+    """As at other servers; the others waited for 0.3 s."""
+    server = served(3, faults=[503] * 3)
+    assert SglangServer(server.url).decode(Prompt("a", prompt="x"), GREEDY).run.seconds < 0.15
+
+
 def test_counts_at_a_load_are_those_of_its_requests(served):
     server = served(3)
     (asked, _) = passes(Load(2), [Prompt(str(i), prompt="x") for i in range(10)], 0)

@@ -372,8 +372,10 @@ def test_the_recommendation_is_by_load(sample_report):
     assert recommended(report) == "untuned"  # the draft is not shown to be faster than the free one
     report.gain[0].speedup.ci95 = (low, high)
     assert loads_of(report) == [1, 4, 8]
-    watched = [drift.parse(shlex.split(command)[3:]).draft for command in top(report).commands]
-    assert watched == ["tuned", "untuned"]
+    report.provenance["output_dir"] = "outputs/code-vllm"
+    asked = [drift.parse(shlex.split(command)[3:]) for command in top(report).commands]
+    assert [args.draft for args in asked] == ["tuned", "untuned"]
+    assert {args.report for args in asked} == {Path("outputs/code-vllm")}
     for text in (render_markdown(report), render_page(report)):
         assert text.count("eval.drift") == 2
     words = verdict(report)
@@ -430,6 +432,8 @@ def test_what_no_engine_serves_is_not_recommended(four_drafts):
     assert in_order(four_drafts) == ["untuned", "lookup", "tuned", "tuned+lookup"]
     (command,) = top(four_drafts).commands
     assert command.endswith("--run outputs/code --engine vllm --gamma 3")
+    four_drafts.provenance["removed"] = "outputs/code"
+    assert top(four_drafts).commands == []
     assert "81.1 MiB" in top(four_drafts).memory  # of the full-vocabulary checkpoint
 
 
