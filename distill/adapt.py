@@ -274,6 +274,8 @@ def training_recipe(args: argparse.Namespace, served: Path, rows: Split, work: P
     if values["draft"] is None:  # the run's learning rate was for new weights
         rate = values.get("learning_rate") or NEW_RATES[values["use_peft"]]
         values["learning_rate"] = CONTINUED * rate
+    if values.get("dtype") == "bfloat16":
+        values.pop("dtype")  # this machine's CPU may be slow in it (`usual_dtype`)
     write_rows(work / "train.jsonl", rows.train)
     write_rows(work / "test.jsonl", rows.test)
     values |= {

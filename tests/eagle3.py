@@ -25,6 +25,7 @@ LAYOUTS = {
         {"model_type": "qwen3", "num_hidden_layers": 2},
     ),
     "EAGLE": (EAGLE | {"model_type": "qwen2"}, {"sliding_window": 4}),  # which is not used
+    "EAGLE, by its authors": (EAGLE | {"architectures": ["LlamaForCausalLM"]}, {}),
     "EAGLE 3.1": (EAGLE | {"fc_norm": True, "norm_output": True}, {}),
 }
 SHAPE = {

@@ -10,6 +10,7 @@ from typing import Any
 from accelerate import PartialState
 
 from align.machine import from_first
+from align.sources import quantisation
 from distill.models import Pair, target_device
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe
@@ -92,7 +93,9 @@ class StartedVllm(ServedTarget):
     def arguments(self) -> list[str]:
         """vLLM's arguments for this target, long enough for each prompt with its output."""
         positions = max(map(len, self.prompts)) + self.settings.decoding.max_new_tokens
-        arguments = ["--dtype", self.dtype, "--max-model-len", str(positions)]
+        # vLLM refuses float32 for most quantised targets
+        dtype = "auto" if quantisation(self.target.folder) else self.dtype
+        arguments = ["--dtype", dtype, "--max-model-len", str(positions)]
         return arguments + (gpu_arguments(self.target.folder) or ON_CPU)
 
     def _start(self) -> None:

@@ -35,6 +35,7 @@ from align.transplant import resized
 from align.vocabulary import read_vocabulary
 from eval.decoding.drafters import LOOKUP, mtp
 from eval.decoding.drafters.dflash import ARCHITECTURE
+from eval.decoding.drafters.eagle3 import in_own_layout
 from eval.decoding.drafters.formats import longest_draft, published_format
 from eval.decoding.verification import SampleMethod
 from eval.engines.engine_server import Servers
@@ -114,8 +115,8 @@ def speculation(
     about = read_json(path) if path.is_file() else {}
     method = about.get("speculators_model_type", "draft_model")
     names = about.get("architectures") or ()
-    if any("Eagle3" in name for name in names):
-        method = "eagle3"  # in either layout
+    if in_own_layout(about):
+        method = "eagle3"
     if ARCHITECTURE in names:
         method = "dflash"
     if mtp.ARCHITECTURE in names:

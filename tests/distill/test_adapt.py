@@ -23,7 +23,7 @@ from align.errors import UserError
 from align.sources import cache_folder, load_model, load_tokenizer, read_json
 from distill import adapt as module
 from distill.adapt import FAILED, NOTHING, PUBLISHED, REFUSED, judged, main
-from distill.recipe import build_recipe, dump, read_yaml
+from distill.recipe import build_recipe, dump, read_yaml, yaml_text
 from distill.traffic import DAY, Split, read_traffic, rows_of, split, usable
 from eval.decoding.target import load_target, weights_sha256
 from eval.engines.local_vllm import serve_vllm, speculation
@@ -429,6 +429,18 @@ def test_training_that_improved_nothing_is_not_measured(loop, monkeypatch):
     monkeypatch.setattr(module.evaluation, "main", None)
     loop.made = -1  # the next draft is the run's own
     assert loop.call() == NOTHING
+
+
+@pytest.mark.parametrize(
+    ("dtype", "trained"), [("bfloat16", "float32"), ("float16", "float16"), ("float32", "float32")]
+)
+def test_a_cpu_without_bf16_does_not_train_in_it(loop, monkeypatch, dtype, trained):
+    """The run was made on another machine, and the new training begins on this one."""
+    path = loop.run / "recipe.yaml"
+    path.write_text(yaml_text(read_yaml(path) | {"dtype": dtype}))
+    monkeypatch.setattr("distill.recipe.usual_dtype", lambda on_cpu: "float32")
+    assert loop.call() == PUBLISHED
+    assert loop.recipe.dtype == trained
 
 
 @pytest.mark.parametrize(("status", "ends"), [(2, FAILED), (130, 130), (1, FAILED)])

@@ -5,7 +5,7 @@ Legend: V the target's vocabulary, H hidden size, K entries of the draft's head.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,19 @@ def refuse_other_target(folder: Path, about: Mapping[str, Any], target: Any) -> 
                 f"{folder} was made for a target with {key} {about.get(key)}, but this target has "
                 f"{getattr(target, key)}; name the target of the draft."
             )
+
+
+def refuse_other_layers(folder: Path, layers: Sequence[int], depth: int) -> None:
+    """Raise UserError if a draft reads states that a target of `depth` layers does not have.
+
+    The state after the last layer is here after the final norm, but engines give it without.
+    """
+    if max(layers) >= depth:
+        raise UserError(
+            f"{folder} reads the hidden states of layers {list(layers)}, but this target has "
+            f"{depth} layers, and the state after the last one is not read here. Use the draft's "
+            "target, or measure the draft in vLLM (eval.run --engine vllm)."
+        )
 
 
 def refuse_other_embedding(folder: Path, own: Tensor | None, embedding: Tensor) -> None:

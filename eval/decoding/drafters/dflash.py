@@ -30,6 +30,7 @@ from eval.decoding.drafters.compact import (
     fill,
     read_token_ids,
     refuse_other_embedding,
+    refuse_other_layers,
     refuse_other_target,
     refuse_unknown_parts,
     weights_of,
@@ -65,32 +66,29 @@ class DFlash(DraftFormat):
 
     def longest(self, config: Mapping[str, Any]) -> int | None:
         known = self.head_size(config) is not None
-        inner = config.get("dflash_config") or {}
-        size = inner.get("block_size") or config.get("block_size")
-        return size - 1 if known and size else None
+        size = plain_config(config).get("block_size") if known else None
+        return size - 1 if size else None
 
     def check_config(self, folder: Path, target: PreTrainedConfig) -> None:
         about = read_json(folder / "config.json")
         plain = plain_config(about)
-        inner = plain["dflash_config"]
+        inner, layer_types = plain["dflash_config"], plain.get("layer_types")
+        # without layer_types, the class gives layers from max_window_layers on a window
+        layer_types = layer_types or Qwen3Config(**plain).layer_types
         parts = {
             "model_type": (plain.get("model_type"), "qwen3"),
             "attention_bias": (bool(plain.get("attention_bias")), False),
             "is_causal": (bool(plain.get("is_causal")), False),
-            "layer_types": (sorted({*FULL, *(plain.get("layer_types") or ())}), FULL),
+            "layer_types": (sorted({*FULL, *layer_types}), FULL),
+            "is_neox_style": (plain.get("is_neox_style", True), True),
+            "attention_value_scale": (inner.get("attention_value_scale") or 1, 1),
             "mask_embedding.pt": ((folder / "mask_embedding.pt").exists(), False),
         }
         for key in ("causal", "use_swa", "sample_from_anchor", "attention_sink_bias"):
             parts[key] = (bool(inner.get(key)), False)
         refuse_unknown_parts(folder, "DFlash", parts)
         refuse_other_target(folder, plain, target)
-        # the state after the last layer is here after the final norm, which no such draft reads
-        layers, depth = target_layers({}, about), target.num_hidden_layers
-        if max(layers) >= depth:
-            raise UserError(
-                f"{folder} reads the hidden states of layers {list(layers)}, but this target has "
-                f"{depth} layers; use the target that the draft was made for."
-            )
+        refuse_other_layers(folder, target_layers({}, about), target.num_hidden_layers)
         if not 0 <= inner["mask_token_id"] < target.vocab_size:
             raise UserError(
                 f"{folder} has mask token {inner['mask_token_id']}, but this target has "
@@ -129,7 +127,9 @@ def plain_config(about: Mapping[str, Any]) -> dict[str, Any]:
         "sample_from_anchor": about.get("sample_from_anchor", False),
     }
     kept = {key: about[key] for key in ("block_size", "draft_vocab_size") if key in about}
-    return {**shape, **kept, "dflash_config": inner}
+    # vLLM reads this layout without the defaults of a class, so a window needs layer_types
+    types = shape.get("layer_types") or FULL * shape["num_hidden_layers"]
+    return {**shape, **kept, "layer_types": types, "dflash_config": inner}
 
 
 def target_layers(

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -31,7 +32,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from align.errors import UserError
 from align.sources import read_json
 from eval.decoding.drafters.causal_lm import CausalLMDrafter, TokenSession
 from eval.decoding.drafters.compact import (
@@ -39,6 +39,7 @@ from eval.decoding.drafters.compact import (
     fill,
     read_token_ids,
     refuse_other_embedding,
+    refuse_other_layers,
     refuse_other_target,
     refuse_unknown_parts,
     weights_of,
@@ -57,8 +58,10 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
-# the layers in the layout of EAGLE's code, by architecture; model_type does not matter there
+# the layers in the layout of EAGLE's code, by architecture; model_type gives defaults of sizes only
 ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen3ForCausalLM": "qwen3",
     "LlamaForCausalLMEagle3": "llama",
     "Eagle3LlamaForCausalLM": "llama",
     "Eagle3Qwen3ForCausalLM": "qwen3",
@@ -69,12 +72,11 @@ class Eagle3(DraftFormat):
     def head_size(self, config: Mapping[str, Any]) -> int | None:
         if config.get("speculators_model_type") != "eagle3" and not in_own_layout(config):
             return None
-        text = config.get("transformer_layer_config", config)
-        return int(config.get("draft_vocab_size") or text["vocab_size"])
+        return int(config.get("draft_vocab_size") or layer_shape(config)["vocab_size"])
 
     def check_config(self, folder: Path, target: PreTrainedConfig) -> None:
         about = read_json(folder / "config.json")
-        shape, eagle = about.get("transformer_layer_config", about), about.get("eagle_config") or {}
+        shape, eagle = layer_shape(about), about.get("eagle_config") or {}
         layers = family(about)
         parts = {
             "layers of type": (layers, layers if layers in FAMILIES else " or ".join(FAMILIES)),
@@ -83,16 +85,14 @@ class Eagle3(DraftFormat):
         }
         refuse_unknown_parts(folder, "EAGLE-3", parts)
         refuse_other_target(folder, shape, target)
+        refuse_other_layers(
+            folder, target_layers(target.to_dict(), about), target.num_hidden_layers
+        )
 
     def load(self, folder: Path, target: Target) -> Eagle3Drafter:
         text = target.model.config.get_text_config()
         model, token_ids = load_eagle3(folder, target.decoder.embedding, text)
-        layers, depth = model.target_layers, text.num_hidden_layers
-        if max(layers) > depth:
-            raise UserError(
-                f"{folder} reads the hidden states of layers {list(layers)}, but this target has "
-                f"{depth} layers; use the target that the draft was made for."
-            )
+        refuse_other_layers(folder, model.target_layers, text.num_hidden_layers)
         return self.drafter(model, token_ids, target)
 
     def drafter(self, model: Any, token_ids: Tensor | None, target: Target) -> Eagle3Drafter:
@@ -119,16 +119,21 @@ def target_layers(
     layer are read. target: the target's config.
     """
     about = published or {}
-    if named := (about.get("eagle_config") or about).get(LAYERS) or about.get(LAYERS):
+    if named := about.get(LAYERS) or (about.get("eagle_config") or {}).get(LAYERS):
         return tuple(named)
     depth = target["num_hidden_layers"]
     return tuple(sorted({min(2, depth - 1), depth // 2, max(depth - 3, depth // 2)}))
 
 
 def in_own_layout(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json belongs to an EAGLE-3 draft in the layout of EAGLE's code."""
-    return any("Eagle3" in name for name in config.get("architectures") or ()) and (
-        "speculators_model_type" not in config
+    """Whether a config.json belongs to an EAGLE-3 draft in the layout of EAGLE's code.
+
+    EAGLE's authors name the architecture of a language model, as vLLM allows.
+    """
+    trimmed = "draft_vocab_size" in config
+    return "speculators_model_type" not in config and any(
+        "Eagle3" in name or (trimmed and name.endswith("ForCausalLM"))
+        for name in config.get("architectures") or ()
     )
 
 
@@ -140,10 +145,21 @@ def family(about: Mapping[str, Any]) -> str:
     return str(about["transformer_layer_config"].get("model_type", "llama"))
 
 
+def layer_shape(about: Mapping[str, Any]) -> dict[str, Any]:
+    """The layers' part of a config.json. As in vLLM, the class of the model_type completes it in
+    the layout of EAGLE's code.
+    """
+    kind = about.get("model_type")
+    if in_own_layout(about) and kind in CONFIG_MAPPING:
+        completed: dict[str, Any] = CONFIG_MAPPING[kind](**about).to_dict()
+        return completed
+    return dict(about.get("transformer_layer_config", about))
+
+
 def layer_config(about: Mapping[str, Any]) -> Any:
     """The config of the layers by a config.json, with the switches of EAGLE-3 as attributes."""
     own, kind = in_own_layout(about), family(about)
-    shape = dict(about.get("transformer_layer_config", about))
+    shape = layer_shape(about)
     if not shape.get("layer_types"):  # configs that were copied from a target's have a window, too
         shape |= {"layer_types": None, "sliding_window": None}
     config: Any = FAMILIES[kind][0](**shape | {"model_type": kind, "tie_word_embeddings": False})

@@ -100,8 +100,12 @@ class Medusa(DraftFormat):
 
     def check_config(self, folder: Path, target: PreTrainedConfig) -> None:
         config = read_json(folder / "config.json")
-        computed = {"original_lm_head": True, "medusa_fc_bias": True, "num_hidden_layers": 1}
-        parts = {key: (config.get(key, value), value) for key, value in computed.items()}
+        parts = {
+            "num_hidden_layers": (config.get("num_hidden_layers", 1), 1),
+            # without these keys, vLLM makes a head for each block, and no bias
+            "original_lm_head": (config.get("original_lm_head", False), True),
+            "medusa_fc_bias": (config.get("medusa_fc_bias", False), True),
+        }
         refuse_unknown_parts(folder, "a Medusa draft", parts)
         refuse_other_target(folder, config, target)
 
@@ -142,8 +146,10 @@ def load_heads(
     else:
         FORMAT.check_config(folder, target)
     token_ids = tensors.pop("token_map", None)
+    about = read_json(folder / "config.json")
+    config = MedusaConfig(**about | {"truncated_vocab_size": FORMAT.head_size(about)})
     with torch.device("meta"):
-        model = MedusaModel(MedusaConfig.from_pretrained(folder))
+        model = MedusaModel(config)
     fill(model, tensors, folder)
     return model.eval(), None if token_ids is None else token_ids.long()
 

@@ -167,11 +167,14 @@ def test_the_layout_of_speculators_is_read_like_z_labs(target, draft, tmp_path):
     about = {"speculators_model_type": "dflash", "block_size": shape.pop("block_size")}
     about |= {"mask_token_id": MASK, "transformer_layer_config": shape}
     about |= {"sliding_window_non_causal": False}  # of layers with a window: there are none
+    del shape["layer_types"]  # without which vLLM makes no window
+    shape |= {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
     about["aux_hidden_state_layer_ids"] = [i + 1 for i in inner["target_layer_ids"]]
     path.write_text(json.dumps(about))
     assert FORMAT.head_size(about) == VOCAB
     assert KIND.target_layers({}, about) == LAYERS
     other = load_dflash(tmp_path / "draft", embedding, head, target.model.config)[0]
+    assert other.config.layer_types == plain.config.layer_types == ["full_attention"] * 2
     assert other.config.block_size == plain.config.block_size == MOST + 1
     for name, tensor in plain.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name])

@@ -13,6 +13,7 @@ from distill.drafters.kind import Origin
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
 from eval.decoding.drafters.drafter import Text
+from eval.decoding.drafters.eagle3 import FORMAT, layer_config
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
@@ -142,6 +143,18 @@ def test_a_published_draft_is_written_as_it_was_read(target, warm_start, tmp_pat
         completed = CONFIG_MAPPING[shape["model_type"]](**shape)
         assert {key: layers[key] for key in VLLM} == {key: getattr(completed, key) for key in VLLM}
     assert now == was
+
+
+def test_what_a_config_leaves_out_is_read_as_in_vllm():
+    about = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "qwen3"}
+    about |= {"hidden_size": 1024, "num_attention_heads": 32, "num_hidden_layers": 1}
+    config, completed = layer_config(about), CONFIG_MAPPING["qwen3"](**about)
+    for key in ("head_dim", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        assert getattr(config, key) == getattr(completed, key)
+    assert FORMAT.head_size(about) == completed.vocab_size
+    own = {"eagle_config": {eagle3.LAYERS: [3]}}
+    assert eagle3.KIND.target_layers({}, own) == (3,)
+    assert eagle3.KIND.target_layers({}, own | {eagle3.LAYERS: [1, 2]}) == (1, 2)
 
 
 def test_the_number_of_steps_is_kept(target, tmp_path):

@@ -22,6 +22,7 @@ KIND_OF = {"speculators": "eagle3", "eagle": "eagle3", "medusa": "medusa", "z-la
 EAGLE3 = ("speculators, by default since 2026", "speculators, Qwen3 layers")
 DFLASH = ("z-lab, by others", "speculators, DFlash")
 RANDOM = EAGLE3 + DFLASH
+WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 KIND_OF |= dict.fromkeys(EAGLE3, "eagle3") | dict.fromkeys(DFLASH, "dflash")
 # the target that has a vocabulary entry for the mask
 TARGET_OF = {layout: "roomy" for layout, kind in KIND_OF.items() if kind == "dflash"}
@@ -143,19 +144,27 @@ def test_the_kind_and_the_head_are_read_from_the_draft(job, published, tmp_path)
         ("eagle", {"attention_bias": True}, "attention_bias True"),
         ("eagle", {"hidden_size": 96}, "target with hidden_size 96, but this target has"),
         ("eagle", {"norm_before_fc": True}, "weights of .* do not fit"),
+        ("eagle", {"eagle_config": {eagle3.LAYERS: [2]}}, "layers .2."),  # vLLM's is not normed
         ("z-lab", {"attention_bias": True}, "attention_bias True"),
         ("z-lab", {"is_causal": True}, "is_causal True"),  # which vLLM obeys
         ("z-lab", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ("z-lab", WINDOW | {"layer_types": None, "max_window_layers": 1}, "sliding_attention"),
+        ("z-lab", {"is_neox_style": False}, "is_neox_style False"),
+        ("z-lab", {"dflash_config": {"attention_value_scale": 0.7}}, "attention_value_scale 0.7"),
         ("z-lab", {"dflash_config": {"mask_token_id": 300, "target_layer_ids": [1]}}, "layers .2."),
         ("z-lab", {"dflash_config": {"mask_token_id": 999, "target_layer_ids": [0]}}, "token 999"),
         ("medusa", {"original_lm_head": False}, "original_lm_head False"),
+        ("medusa", {"original_lm_head": None}, "original_lm_head False"),
+        ("medusa", {"medusa_fc_bias": None}, "medusa_fc_bias False"),
         ("medusa", {"num_heads": 5}, "weights of .* do not fit"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(published, folder, tmp_path, layout, changes, message):
+    """changes: of config.json; None: the key is left out."""
     shutil.copytree(published[0] / layout, tmp_path / "draft")
     path = tmp_path / "draft" / "config.json"
-    path.write_text(json.dumps(read_json(path) | changes))
+    about = (read_json(path) | changes).items()
+    path.write_text(json.dumps({key: value for key, value in about if value is not None}))
     target = load_model(str(folder / TARGET_OF.get(layout, "target")), torch.float32)
 
     def load_dflash(draft, embedding, config):
@@ -164,6 +173,15 @@ def test_what_cannot_be_computed_is_refused(published, folder, tmp_path, layout,
     loads = {"eagle3": eagle3.load_eagle3, "medusa": medusa.load_heads, "dflash": load_dflash}
     with pytest.raises(ValueError, match=message):
         loads[KIND_OF[layout]](tmp_path / "draft", input_embedding(target), target.config)
+
+
+def test_medusa_heads_of_the_whole_vocabulary_need_not_name_its_size(published, folder, tmp_path):
+    path = shutil.copytree(published[0] / "medusa", tmp_path / "draft") / "config.json"
+    about = read_json(path)
+    path.write_text(json.dumps({k: v for k, v in about.items() if k != "truncated_vocab_size"}))
+    target = load_model(str(folder / "target"), torch.float32)
+    model, _ = medusa.load_heads(path.parent, input_embedding(target), target.config)
+    assert len(model.lm_head.weight) == about["vocab_size"]
 
 
 def test_an_embedding_of_its_own_is_refused_and_the_targets_is_dropped(published, folder, tmp_path):

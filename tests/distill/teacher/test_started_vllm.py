@@ -1,12 +1,16 @@
 """A vLLM of the run's own, with a stand-in for it: started when needed, and always ended."""
 
+import json
+import shutil
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
+from align.sources import read_json
 from distill.models import check_models
 from distill.prompt_sets import collect_prompts
 from distill.teacher import started_vllm
@@ -114,6 +118,15 @@ def test_it_takes_one_gpu_as_an_evaluation_does(asked, started, monkeypatch):
     options = dict(pairwise(started[0][2]))
     assert options["--tensor-parallel-size"] == "1"
     assert options["--gpu-memory-utilization"] == "0.45"
+
+
+def test_a_quantised_target_is_computed_in_the_dtype_of_its_checkpoint(asked, tmp_path):
+    made = shutil.copytree(asked.target.folder, tmp_path / "fp8")
+    config = read_json(made / "config.json") | {"quantization_config": {"quant_method": "fp8"}}
+    (made / "config.json").write_text(json.dumps(config))
+    quantised = replace(asked, target=replace(asked.target, folder=made))
+    dtypes = [dict(pairwise(one.arguments()))["--dtype"] for one in (asked, quantised)]
+    assert dtypes == [asked.dtype, "auto"]
 
 
 def test_without_vllm_it_is_refused_with_the_commands_that_install_it(

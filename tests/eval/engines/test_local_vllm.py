@@ -150,6 +150,13 @@ def test_a_server_that_ends_by_itself_is_named_where_the_block_fails_of_it():
         ({"model_type": "llama"}, False, "draft_model", "probabilistic"),
         ({"model_type": "llama"}, True, "draft_model", None),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, False, "eagle3", "probabilistic"),
+        ({"architectures": ["LlamaForCausalLM"]}, False, "draft_model", "probabilistic"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 9},
+            False,
+            "eagle3",
+            "probabilistic",
+        ),
         ({"model_type": "medusa", "vocab_size": 9}, False, "medusa", None),
         ("mtp", False, "mtp", "probabilistic"),
         ("suffix", False, "suffix", None),
