@@ -15,14 +15,25 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from scipy.special import stdtrit
 
 from align.errors import UserError
 from align.sources import cache_folder, load_model, load_tokenizer, read_json
 from distill import adapt as module
-from distill.adapt import FAILED, NOTHING, PUBLISHED, REFUSED, judged, main
+from distill.adapt import (
+    FAILED,
+    NOTHING,
+    PUBLISHED,
+    REFUSED,
+    judged,
+    lower_bound,
+    main,
+    undecided,
+)
 from distill.recipe import build_recipe, dump, read_yaml, yaml_text
 from distill.traffic import DAY, Split, read_traffic, rows_of, split, usable
 from eval.decoding.target import load_target, weights_sha256
@@ -88,7 +99,7 @@ def test_twenty_weeks(compared, recent, earlier, engine, status):
     """Only a draft that is faster on the newest day and not worse on earlier prompts passes."""
     rng = random.Random(2)  # with the 95% interval, 2 of the first 20 weeks would pass
     weeks = [
-        judged(compared(rng, recent, engine=engine), compared(rng, earlier, engine=engine), 0.1)
+        judged([compared(rng, recent, engine=engine)], compared(rng, earlier, engine=engine), 0.1)
         for _ in range(20)
     ]
     assert {verdict for verdict, _ in weeks} == {status}
@@ -114,21 +125,49 @@ def test_what_a_server_start_changes_is_no_gain(compared, engine, half, over_sta
         gain.over_starts = over_starts * served
         servers = ("target", "untuned", "tuned")
         report.starts = Starts(seconds_per_token={name: [1.0, 1.02] for name in servers})
-    assert judged(report, report, 0.1)[0] == status
+    assert judged([report], report, 0.1)[0] == status
+
+
+def test_four_starts_show_what_two_leave_undecided(compared):
+    """As measured in vLLM (docs/lab-notes.md): 24 prompts, three servers, 3.2% between starts."""
+
+    def report(mean):
+        made = compared(random.Random(1), PLAIN, engine="vllm", prompts=24)
+        gain = made.gain[0].speedup
+        gain.mean, gain.ci95, gain.over_starts = mean, (mean - 0.105, mean + 0.105), 0.092
+        gain.freedom = 23.0
+        servers = ("target", "untuned", "tuned")
+        made.starts = Starts(seconds_per_token={name: [1.0, 1.046] for name in servers})
+        return made
+
+    better, plain, worse = report(0.25), report(0.05), report(-0.25)
+    assert [undecided(one) for one in (better, plain, worse)] == [True, False, False]
+    over_prompts = np.sqrt(0.105**2 - 0.092**2) / stdtrit(23, 0.975) * stdtrit(23, 0.9995)
+    for count in (1, 2):
+        error = 0.092 / stdtrit(3, 0.975) / np.sqrt(count)
+        half = np.hypot(over_prompts, error * stdtrit(3 * count, 0.9995))
+        assert lower_bound([better] * count) == pytest.approx(0.25 - half, rel=1e-6)
+        assert (half < 0.25) == (count == 2)
+    assert lower_bound([better, plain]) == pytest.approx(lower_bound([better] * 2) - 0.1)
+    assert judged([better, plain], better, 0.2)[0] == NOTHING
+    assert judged([better, better], better, 0.2)[0] == PUBLISHED
+    better.starts = None  # running servers, or the reference decoder
+    assert not undecided(better)
 
 
 def test_a_draft_that_changes_outputs_is_refused(compared):
     rng = random.Random(1)
     good, bad = compared(rng, BETTER), compared(rng, BETTER, mismatch=True)
-    verdicts = [judged(*pair, 0.1)[0] for pair in ((good, good), (bad, good), (good, bad))]
-    assert verdicts == [PUBLISHED, REFUSED, REFUSED]
+    pairs = ([good], good), ([bad], good), ([good, bad], good), ([good], bad)
+    verdicts = [judged(*pair, 0.1)[0] for pair in pairs]
+    assert verdicts == [PUBLISHED, REFUSED, REFUSED, REFUSED]
 
 
 def test_a_gain_on_traffic_that_no_draft_makes_faster(compared):
     report = compared(random.Random(1), BETTER)
-    assert "none" not in judged(report, report, 0.1)[1]
+    assert "none" not in judged([report], report, 0.1)[1]
     report.drafts["tuned"].speedup.ci95 = (0.94, 1.03)
-    status, reason = judged(report, report, 0.1)
+    status, reason = judged([report], report, 0.1)
     assert status == PUBLISHED
     assert "none" in reason
 
@@ -137,8 +176,8 @@ def test_too_few_prompts_publish_nothing(compared):
     rng = random.Random(1)
     few, many = compared(rng, BETTER, prompts=9), compared(rng, BETTER)
     with pytest.raises(NotComparable):
-        judged(few, many, 0.1)
-    assert judged(many, few, 0.1)[0] == REFUSED  # without an interval any loss is possible
+        judged([few], many, 0.1)
+    assert judged([many], few, 0.1)[0] == REFUSED  # without an interval any loss is possible
 
 
 # --- The rows
@@ -279,7 +318,8 @@ class Loop:
 
     def evaluate(self, options, summary=True):
         folder = Path(options[options.index("--output_dir") + 1])
-        self.report(folder, self.gains[1], None)
+        (tuned,) = (option[6:] for option in options if option.startswith("tuned="))
+        self.report(folder, self.gains[1], weights_sha256(tuned))
         return 0
 
     def report(self, folder, gain, sha256):
@@ -481,6 +521,14 @@ def test_a_target_that_is_not_computed_here_needs_server_and_engine(
     assert (len(calls), loop.made) == (asked, asked)
     advised = "--answer_url" in capsys.readouterr().err
     assert advised == (not asked and not draft)  # of a draft that can follow
+
+
+def test_an_undecided_comparison_is_repeated(loop, monkeypatch):
+    monkeypatch.setattr(module, "undecided", lambda report: True)
+    loop.gains = BETTER, BETTER
+    assert loop.call("--gate", "--engine vllm") == PUBLISHED
+    (reports,) = (loop.home / "reports").iterdir()
+    assert {path.name for path in reports.iterdir()} == {"recent", "repeated", "earlier"}
 
 
 @pytest.mark.parametrize(
@@ -714,7 +762,7 @@ def test_from_the_log_of_a_server_to_another_draft(
     assert "old ones" in out
     shown = re.findall(r"(?:Draft:|Reports?:|--run|eval\.demo) (\S+)", out)
     assert [Path(path).absolute() for path in shown] == [*(run / "adapt" / "reports").iterdir()]
-    (recent, earlier, margin) = seen[0]
+    ((recent,), earlier, margin) = seen[0]
     assert margin == 0.1
     assert recent.gain[0].alpha.bounds[0] > 0
     assert (recent.prompts.n, earlier.prompts.n) == (16 if gate else 20, 12)  # max_train_prompts
