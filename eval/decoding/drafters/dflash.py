@@ -72,9 +72,9 @@ class DFlash(DraftFormat):
     def check_config(self, folder: Path, target: PreTrainedConfig) -> None:
         about = read_json(folder / "config.json")
         plain = plain_config(about)
-        inner, layer_types = plain["dflash_config"], plain.get("layer_types")
+        inner = plain["dflash_config"]
         # without layer_types, the class gives layers from max_window_layers on a window
-        layer_types = layer_types or Qwen3Config(**plain).layer_types
+        layer_types: Any = plain.get("layer_types") or Qwen3Config(**plain).layer_types
         parts = {
             "model_type": (plain.get("model_type"), "qwen3"),
             "attention_bias": (bool(plain.get("attention_bias")), False),

@@ -149,7 +149,7 @@ def layer_shape(about: Mapping[str, Any]) -> dict[str, Any]:
     """The layers' part of a config.json. As in vLLM, the class of the model_type completes it in
     the layout of EAGLE's code.
     """
-    kind = about.get("model_type")
+    kind: Any = about.get("model_type")
     if in_own_layout(about) and kind in CONFIG_MAPPING:
         completed: dict[str, Any] = CONFIG_MAPPING[kind](**about).to_dict()
         return completed
