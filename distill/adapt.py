@@ -124,22 +124,22 @@ def lower_bound(recent: Sequence[Report]) -> float:
     the level FALSE_PUBLICATIONS, as `measure` adds half-widths over prompts and over starts. Raises
     NotComparable if a report has too few prompts for an interval.
     """
-    gains = [Estimate.of(report.gain[0].speedup, 0) for report in recent]
-    means, prompts, starts = [], [], []
-    for report, gain in zip(recent, gains, strict=True):
-        speedup = report.gain[0].speedup
-        over_starts = speedup.over_starts or 0.0
-        means.append(gain.mean)
-        prompts.append(math.sqrt(max((speedup.bounds[1] - gain.mean) ** 2 - over_starts**2, 0.0)))
-        if report.starts:
-            error = over_starts / float(stdtrit(report.starts.freedom, 0.975))
-            starts.append((error, report.starts.freedom))
-    errors = [(fmean(prompts) / float(stdtrit(gains[0].freedom, 0.975)), gains[0].freedom)]
+    speedups = [report.gain[0].speedup for report in recent]
+    freedom, starts = Estimate.of(speedups[0], 0).freedom, recent[0].starts
+    over_starts = [speedup.over_starts or 0.0 for speedup in speedups]
+    # the same prompts again leave the error over prompts as it is
+    over_prompts = fmean(
+        math.sqrt(max((speedup.bounds[1] - speedup.mean) ** 2 - half**2, 0.0))
+        for speedup, half in zip(speedups, over_starts, strict=True)
+    )
+    parts = [(over_prompts, freedom, 1)]
     if starts:
-        freedom = sum(freedom for _, freedom in starts)
-        errors.append((math.hypot(*(error for error, _ in starts)) / len(starts), freedom))
-    parts = [error * float(stdtrit(freedom, FALSE_PUBLICATIONS)) for error, freedom in errors]
-    return fmean(means) - math.hypot(*parts) - start(recent[0])
+        parts.append((math.hypot(*over_starts) / len(recent), starts.freedom, len(recent)))
+    halves = [
+        half * float(stdtrit(freedom * times, FALSE_PUBLICATIONS) / stdtrit(freedom, 0.975))
+        for half, freedom, times in parts
+    ]
+    return fmean(speedup.mean for speedup in speedups) - math.hypot(*halves) - start(recent[0])
 
 
 def undecided(recent: Report) -> bool:

@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", default="42", help="draws the prompt")
     own = parser.parse_args(argv)
     try:
-        report = read_report(own.run / "report" / "report.json")
+        report = read_report(own.run)
         gamma, speedup = report.tuned[1].gamma or 3, report.tuned[1].speedup
         options = ["--run", str(own.run), "--gamma", str(gamma), "--temperature", "0"]
         options += ["--max_prompts", "1", "--seed", own.seed]

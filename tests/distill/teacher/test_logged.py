@@ -132,10 +132,10 @@ def test_a_run_teaches_logged_outputs_and_generates_none(
 
 
 @pytest.fixture
-def tested(target, vocabulary, tmp_path):
+def left_out(target, vocabulary, tmp_path):
     """Reads outputs as a log has them, and counts faults."""
 
-    def test(prompts, outputs, temperature):
+    def read(prompts, outputs, temperature):
         logged = [
             Prompt(
                 str(i), messages=[], logged_output={"token_ids": ids, "temperature": temperature}
@@ -145,12 +145,12 @@ def tested(target, vocabulary, tmp_path):
         log = Log([PromptSet("", logged, prompts)], 0.0, vocabulary)
         store, names = Store(tmp_path / "store", {}), log.names(prompts)
         texts = list(zip(prompts, outputs, strict=True))
-        read = read_outputs(target.decoder, texts, 100)
-        packed = [answer.packed(target.vocab_size) for answer in read]
+        answers = read_outputs(target.decoder, texts, 100)
+        packed = [answer.packed(target.vocab_size) for answer in answers]
         store.append(dict(zip(names, packed, strict=True)), "local")
         return log.own(Answers(store, names)).left_out
 
-    return test
+    return read
 
 
 @pytest.fixture(scope="module")
@@ -164,16 +164,16 @@ def other(target, chatting):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_outputs_are_used_if_the_target_can_have_given_them(
-    tested, target, other, temperature, capsys
+    left_out, target, other, temperature, capsys
 ):
     prompts = rendered(target)
-    assert not tested(prompts, given_by(target, prompts, temperature), temperature)
+    assert not left_out(prompts, given_by(target, prompts, temperature), temperature)
     assert "Warning" not in capsys.readouterr().out
-    assert sum(tested(prompts, given_by(other, prompts, temperature), temperature).values()) == 14
+    assert sum(left_out(prompts, given_by(other, prompts, temperature), temperature).values()) == 14
     assert "Warning" in capsys.readouterr().out
 
 
-def test_edited_and_cut_outputs_are_left_out(tested, target, capsys):
+def test_edited_and_cut_outputs_are_left_out(left_out, target, capsys):
     prompts = rendered(target)
     own = given_by(target, prompts, 0.0)
     long = [i for i, ids in enumerate(own) if len(ids) == LONGEST]
@@ -181,8 +181,8 @@ def test_edited_and_cut_outputs_are_left_out(tested, target, capsys):
     cut = [[*own[i][:12], *target.stops] for i in long]
     prompts = [prompts[i] for i in long]
     whole = [own[i] for i in long]
-    assert tested(prompts * 2, edited + whole, 0.0) == {"edited": len(long)}
-    assert tested(prompts * 2, cut + whole, 0.0) == {"cut off": len(long)}
+    assert left_out(prompts * 2, edited + whole, 0.0) == {"edited": len(long)}
+    assert left_out(prompts * 2, cut + whole, 0.0) == {"cut off": len(long)}
     assert "Warning" not in capsys.readouterr().out  # the others are of this target
 
 
