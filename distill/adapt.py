@@ -160,20 +160,30 @@ def start(report: Report) -> float:
     return SERVER_START * report.drafts[report.gain[0].over].speedup.mean
 
 
-def judged(recent: Sequence[Report], earlier: Report, margin: float) -> tuple[int, str]:
+def gained(recent: Sequence[Report]) -> tuple[bool, str]:
+    """Whether the new draft is shown to be faster on the newest day, and its gain as text.
+
+    recent: as in `judged`. Raises NotComparable for too few prompts.
+    """
+    gain, low = recent[-1].gain[0], lower_bound(recent)
+    new = recent[-1].drafts[gain.draft].speedup
+    text = f"speed-up {gain.speedup:+.2f} to {new:.2f} on the newest day, at least {low:+.2f}"
+    return low > 0, text
+
+
+def judged(recent: Sequence[Report], earlier: Report | None, margin: float) -> tuple[int, str]:
     """The gate: an exit status and its reason.
 
     recent, earlier: the first `gain` of each is the new draft over the served one, on the newest
-    day of traffic (of one or two evaluations) and on the run's evaluation prompts. margin: share of
-    the served draft's speed-up that may be lost on the earlier prompts. Raises NotComparable for
-    too few prompts.
+    day of traffic (of one or two evaluations) and on the run's evaluation prompts, which are
+    measured if the new draft has `gained`. margin: share of the served draft's speed-up that may
+    be lost on the earlier prompts. Raises NotComparable for too few prompts.
     """
-    *_, last = recent
-    gain, low = last.gain[0], lower_bound(recent)
-    new = last.drafts[gain.draft].speedup
-    shown = f"speed-up {gain.speedup:+.2f} to {new:.2f} on the newest day, at least {low:+.2f}"
-    if low <= 0:
+    faster, shown = gained(recent)
+    if not faster or earlier is None:
         return NOTHING, f"no gain is shown: {shown}."
+    gain = recent[-1].gain[0]
+    new = recent[-1].drafts[gain.draft].speedup
     on_recent = [(report, "the newest day") for report in recent]
     for report, prompts in (*on_recent, (earlier, "the earlier prompts")):
         if gain.draft in report.broken:
@@ -353,8 +363,9 @@ def gated(
 ) -> tuple[int, str]:
     """Compare the run's draft with the served one; copy it to `place` if it passes the gate.
 
-    Returns an exit status and its reason. `reports` gets the reports of both sets of prompts. The
-    run has measured the newest day in the reference decoder; --gate measures it in an engine.
+    Returns an exit status and its reason. `reports` gets the reports of both sets of prompts, or
+    of the newest day if this shows no gain. The run has measured the newest day in the reference
+    decoder; --gate measures it in an engine.
     Raises UserError if a measurement fails.
     """
     run = recipe.folder
@@ -370,13 +381,14 @@ def gated(
             recent["repeated"] = measured([*options, *args.gate], reports / "repeated")
     else:
         recent = {"recent": read_report(run)}
-    prompts = ["--prompts", str(args.run / "prompts" / "eval.jsonl")]
-    earlier = measured([*options, *args.gate, *prompts], reports / "earlier")
-    for part, report in (recent | {"earlier": earlier}).items():
+    made, on_recent = dict(recent), list(recent.values())
+    if gained(on_recent)[0]:
+        prompts = ["--prompts", str(args.run / "prompts" / "eval.jsonl")]
+        made["earlier"] = measured([*options, *args.gate, *prompts], reports / "earlier")
+    for part, report in made.items():
         report.provenance["removed"] = str(run)  # so no command may name it
         write_report(reports / part / "report", report)
-    on_recent = list(recent.values())
-    status, reason = judged(on_recent, earlier, args.margin)
+    status, reason = judged(on_recent, made.get("earlier"), args.margin)
     if status != PUBLISHED:
         return status, reason
     # the draft stays on this machine, so a licence that is not known is no obstacle

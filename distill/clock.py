@@ -116,6 +116,10 @@ class TrainingClock(TrainerCallback):
         """The position in a schedule of `steps` steps: by steps or by time, whichever is later."""
         return max(float(step), self.progress * steps)
 
+    def seconds(self) -> float:
+        """Seconds of training."""
+        return self.clock.seconds() - (self.clock.training or 0.0)
+
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.progress = min(1.0, self.clock.training_progress())
 

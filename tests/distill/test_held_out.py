@@ -6,6 +6,7 @@ import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from distill.teacher.answers import USED
 from distill.teacher.store import Answers, CachedAnswer, Store, names_of
 from distill.train import run
 from distill.trainer import distil, last_checkpoint
+from distill.training_set import answer_rows
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.verification import Sampling
@@ -173,6 +175,29 @@ def test_measuring_keeps_to_its_share(trained, monkeypatch):
     _, seen, _ = trained()
     # a measurement of 10 rows takes 10 / 4 of a third of a step; the first and the last are free
     assert [one.step for one in seen] == [0, 9, 17, 24]
+
+
+@pytest.mark.parametrize(("saving", "measured"), [(0.0, 12), (10.0, 3)])
+def test_saving_counts_as_measuring(saving, measured, tmp_path):
+    """Of 100 steps of a second each, with 10 seconds of saving: the first, one more, the last."""
+    clock = SimpleNamespace(progress=0.0, now=0.0, seconds=lambda: clock.now)
+    config = SimpleNamespace(train_batch_size=4, gradient_accumulation_steps=1, world_size=1)
+    rows = answer_rows(made_answers())
+    followed = HeldOut(tmp_path, config, rows, made_answers(1), clock)
+    followed.sums = [[1.0]] * 5
+    control = SimpleNamespace(should_save=False)
+    state = SimpleNamespace(global_step=0, max_steps=100, best_metric=None, best_global_step=None)
+    followed.on_train_begin(None, state, control)
+    followed.on_evaluate(None, state, control)
+    for step in range(1, 101):
+        followed.on_step_begin()
+        clock.now += 1
+        clock.progress, state.global_step = step / 100, step
+        followed.on_step_end(None, state, control)
+        if control.should_evaluate:
+            clock.now += saving
+            followed.on_evaluate(None, state, control)
+    assert len(followed.measurements) == measured
 
 
 def test_a_base_draft_that_training_worsens_is_kept(job, tmp_path, followed, capsys):
