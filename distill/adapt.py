@@ -365,8 +365,7 @@ def gated(
 
     Returns an exit status and its reason. `reports` gets the reports of both sets of prompts, or
     of the newest day if this shows no gain. The run has measured the newest day in the reference
-    decoder; --gate measures it in an engine.
-    Raises UserError if a measurement fails.
+    decoder; --gate measures it in an engine. Raises UserError if a measurement fails.
     """
     run = recipe.folder
     if weights_sha256(str(served)) in draft_weights(run):
@@ -381,14 +380,14 @@ def gated(
             recent["repeated"] = measured([*options, *args.gate], reports / "repeated")
     else:
         recent = {"recent": read_report(run)}
-    made, on_recent = dict(recent), list(recent.values())
+    reported, on_recent = dict(recent), list(recent.values())
     if gained(on_recent)[0]:
         prompts = ["--prompts", str(args.run / "prompts" / "eval.jsonl")]
-        made["earlier"] = measured([*options, *args.gate, *prompts], reports / "earlier")
-    for part, report in made.items():
+        reported["earlier"] = measured([*options, *args.gate, *prompts], reports / "earlier")
+    for part, report in reported.items():
         report.provenance["removed"] = str(run)  # so no command may name it
         write_report(reports / part / "report", report)
-    status, reason = judged(on_recent, made.get("earlier"), args.margin)
+    status, reason = judged(on_recent, reported.get("earlier"), args.margin)
     if status != PUBLISHED:
         return status, reason
     # the draft stays on this machine, so a licence that is not known is no obstacle

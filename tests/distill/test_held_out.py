@@ -179,7 +179,7 @@ def test_measuring_keeps_to_its_share(trained, monkeypatch):
 
 @pytest.mark.parametrize(("saving", "measured"), [(0.0, 12), (10.0, 3)])
 def test_saving_counts_as_measuring(saving, measured, tmp_path):
-    """Of 100 steps of a second each, with 10 seconds of saving: the first, one more, the last."""
+    """100 steps take a second each; with 10 for saving one measurement is between the ends."""
     clock = SimpleNamespace(progress=0.0, now=0.0, seconds=lambda: clock.now)
     config = SimpleNamespace(train_batch_size=4, gradient_accumulation_steps=1, world_size=1)
     rows = answer_rows(made_answers())
