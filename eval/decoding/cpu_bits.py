@@ -23,6 +23,7 @@ FEWEST_ROWS = 4  # with fewer query rows, the sums have another order
 TRIED_WIDTHS, TRIED_SLOTS = (2, 3, 4, 5, 7), (64, 180, 256, 320)
 TRIED_HEADS, TRIALS = 32, 8
 ROW_SUMS = 1024  # above this number of terms, oneDNN sums one row in another order than two rows
+MKL_COLUMNS, MKL_MOST = 4, 8  # MKL multiplies by 4 columns at once; up to 8 have the bits of one
 
 
 def whole_blocks(slots: int) -> int:
@@ -31,12 +32,21 @@ def whole_blocks(slots: int) -> int:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear of [B, T, I]. In bf16, one row with long sums is computed together with a copy.
+    """F.linear of [B, T, I].
 
-    Two rows take no longer than one, because the weights are read once.
+    In bf16, one row with long sums is computed together with a copy. Two rows take no longer than
+    one, because the weights are read once.
+    In fp32, few rows become the columns of the right matrix. With F.linear, MKL sums one row in
+    another order than two, and reads the weights more slowly (docs/lab-notes.md).
     """
-    alone = x.shape[0] * x.shape[1] == 1 and x.shape[2] > ROW_SUMS
-    if alone and x.dtype == torch.bfloat16 and x.device.type == "cpu":
+    if x.device.type != "cpu":
+        return F.linear(x, weight, bias)
+    rows = x.shape[0] * x.shape[1]
+    if x.dtype == torch.float32 and 0 < rows <= MKL_MOST and torch.backends.mkl.is_available():
+        padded = F.pad(x.flatten(0, 1), (0, 0, 0, -rows % MKL_COLUMNS))
+        y = torch.mm(weight, padded.T)[:, :rows].T.contiguous().view(*x.shape[:2], -1)
+        return y if bias is None else y + bias
+    if x.dtype == torch.bfloat16 and rows == 1 and x.shape[2] > ROW_SUMS:
         return F.linear(torch.cat([x, x], dim=1), weight, bias)[:, :1]
     return F.linear(x, weight, bias)
 

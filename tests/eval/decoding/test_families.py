@@ -228,9 +228,12 @@ def test_a_family_has_the_logits_of_transformers_or_is_refused(family):
                     assert (got - want).norm() < 2 * (other - want).norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FUSED)
-def test_a_token_of_a_fused_forward_has_the_bits_in_a_block_that_it_has_alone(family):
-    decoder, _ = built(made(family).to(torch.bfloat16))
+def test_a_token_of_a_fused_forward_has_the_bits_in_a_block_that_it_has_alone(family, dtype):
+    if dtype == torch.float32 and not torch.backends.mkl.is_available():
+        pytest.skip("fp32 sums have one order with MKL only")
+    decoder, _ = built(made(family).to(dtype))
     assert isinstance(decoder, FusedDecoder)
     text, cache = texts()[:1], decoder.new_cache(1, CONTEXT)
     decoder.forward(text[:, :35], 0, cache)
