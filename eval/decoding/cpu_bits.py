@@ -42,9 +42,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.device.type != "cpu":
         return F.linear(x, weight, bias)
     rows = x.shape[0] * x.shape[1]
-    if x.dtype == torch.float32 and 0 < rows <= MKL_MOST and torch.backends.mkl.is_available():
+    if x.dtype == torch.float32 and rows <= MKL_MOST and torch.backends.mkl.is_available():
         padded = F.pad(x.flatten(0, 1), (0, 0, 0, -rows % MKL_COLUMNS))
-        y = torch.mm(weight, padded.T)[:, :rows].T.contiguous().view(*x.shape[:2], -1)
+        y = torch.mm(weight, padded.T)[:, :rows].T.contiguous().view(*x.shape[:2], len(weight))
         return y if bias is None else y + bias
     if x.dtype == torch.bfloat16 and rows == 1 and x.shape[2] > ROW_SUMS:
         return F.linear(torch.cat([x, x], dim=1), weight, bias)[:, :1]
