@@ -38,12 +38,12 @@ from scipy.special import stdtrit
 
 from align.errors import UserError
 from align.files import atomic_folder, atomic_link, remove, write_errors_explained, write_json
-from align.sources import quantisation, read_json, resolve_checkpoint
+from align.sources import load_config, quantisation, read_json, resolve_checkpoint
 from distill import train
 from distill.card import Publication, derived_licence, draft_weights
 from distill.models import too_large
 from distill.publish import check_files, copy_draft, unmet_conditions
-from distill.recipe import Recipe, load_recipe, read_yaml, yaml_text
+from distill.recipe import Recipe, build_recipe, load_recipe, read_yaml, yaml_text
 from distill.teacher.store import TEACHER
 from distill.traffic import (
     DAY,
@@ -55,7 +55,7 @@ from distill.traffic import (
     usable,
     write_rows,
 )
-from distill.trainer import NEW_RATES
+from distill.trainer import usual_rate
 from eval import run as evaluation
 from eval.decoding.drafters.formats import published_format
 from eval.decoding.target import weights_sha256
@@ -304,8 +304,9 @@ def training_recipe(args: argparse.Namespace, served: Path, rows: Split, work: P
     """The recipe of the run in `work` that continues from the served draft on the rows."""
     values = read_yaml(args.run / "recipe.yaml")
     if values["draft"] is None:  # the run's learning rate was for new weights
-        rate = values.get("learning_rate") or NEW_RATES[values["use_peft"]]
-        values["learning_rate"] = CONTINUED * rate
+        width = load_config(values["target"]).get_text_config().hidden_size
+        usual = usual_rate(build_recipe(values), width)
+        values["learning_rate"] = CONTINUED * values.get("learning_rate", usual)
     if values.get("dtype") == "bfloat16":
         values.pop("dtype")  # this machine's CPU may be slow in it (`usual_dtype`)
     write_rows(work / "train.jsonl", rows.train)

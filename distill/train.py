@@ -99,8 +99,7 @@ def run_stages(recipe: Recipe, clock: Clock, measured: bool, summary: bool) -> i
             note_used(recipe.folder, pair.target, answers)
         texts = Answers(target.store, answers.names + held_out.names)
         with state_reader(recipe, pair, target, load_target) as reader:
-            cache_states(texts, pair.layers, reader)
-            cache_states(fitted(recipe, answers), pair.fit_layers, reader)
+            cache_states({pair.layers: texts, pair.fit_layers: fitted(recipe, answers)}, reader)
         clock.stage("Prepare the base draft")
         # the first process prepares; the others wait, then read the result from disk
         if not main_process:

@@ -55,9 +55,9 @@ warnings.filterwarnings("ignore", message="`(is_)?gradient_checkpointing`", cate
 
 SCORES = 2**26  # bytes of attention scores that a batch on a CPU may keep for its gradients
 # Learning rates where a recipe names none: (full fine-tuning, LoRA). NEW_RATES are for a draft made
-# of the target, TRAINED_RATES for the recipe's `draft` and an MTP head. docs/lab-notes.md has
-# measurements of NEW_RATES; 5e-5 is a careful guess.
-NEW_RATES, TRAINED_RATES = (3e-3, 5e-3), (5e-5, 2e-4)
+# of a target whose hidden size is WIDTH, TRAINED_RATES for the recipe's `draft` and an MTP head.
+# docs/lab-notes.md has measurements of NEW_RATES; 5e-5 is a careful guess.
+NEW_RATES, TRAINED_RATES, WIDTH = (3e-3, 5e-3), (5e-5, 2e-4), 576
 SLOW_RATE = 1 / 3  # factor on the learning rate of least-squares-initialised weights
 SEEDS_A_STEP = 2**31 - 1  # more than there are outputs, so that no two steps share a seed
 REPEAT = "repeat.yaml"  # in a run's folder: the recipe with the run's numbers of outputs and steps
@@ -322,20 +322,32 @@ def last_checkpoint(folder: Path) -> Path | None:
     return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
-def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
+def usual_rate(recipe: Recipe, width: int) -> float:
+    """The learning rate where the recipe names none. width: the draft's hidden size.
+
+    The rate of new weights falls with the width, because a step of Adam changes a layer's outputs
+    by the rate times the number of inputs (arXiv 2203.03466). At 1,536 the best rates were even
+    lower than that, so the exponent is 2.
+    """
+    new, trained = NEW_RATES[recipe.use_peft], TRAINED_RATES[recipe.use_peft]
+    if recipe.draft is not None or recipe.kind.trained:
+        return trained
+    return max(trained, new * min(1, WIDTH / width) ** 2)
+
+
+def training_config(recipe: Recipe, followed: bool = False, width: int = WIDTH) -> SFTConfig:
     """The recipe's SFTConfig.
 
     followed: the draft is evaluated before training and when `HeldOut` requests it, and its best
-    weights are kept.
+    weights are kept. width: the draft's hidden size.
 
     Raises RecipeError for values that transformers refuses, a tracker that is not installed, and a
     missing checkpoint.
     """
     resumed = _resumed(recipe)
     usual = from_first(usual_dtype(recipe.training.get("use_cpu", False)))
-    rates = NEW_RATES if recipe.draft is None and not recipe.kind.trained else TRAINED_RATES
     values: dict[str, Any] = {
-        "learning_rate": rates[recipe.use_peft],
+        "learning_rate": usual_rate(recipe, width),
         "bf16": usual == "bfloat16" and not recipe.training.get("fp16", False),
         "report_to": "none",
         "ddp_timeout": WAIT,
@@ -443,7 +455,8 @@ def build_trainer(
             adapters.ensure_weight_tying = tied
         if modules := recipe.kind.added_modules:
             adapters.modules_to_save = [*(adapters.modules_to_save or []), *modules]
-    config = training_config(recipe, followed=len(held_out) > 0)
+    width = model.config.get_text_config().hidden_size
+    config = training_config(recipe, len(held_out) > 0, width)
     rows = answer_rows(answers)
     timing = None if clock is None or clock.minutes is None else TrainingClock(clock)
     callbacks: list[TrainerCallback] = [] if timing is None else [timing]

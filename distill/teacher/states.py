@@ -7,7 +7,7 @@ prompt tokens, R response tokens, T all tokens of a text, L layers, H hidden siz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -76,26 +76,35 @@ class LocalStates:
             yield stacked
 
 
-def cache_states(answers: Answers, layers: Sequence[int], reader: StateReader) -> None:
-    """Compute and store the missing states of these outputs.
+def cache_states(parts: Mapping[tuple[int, ...], Answers], reader: StateReader) -> None:
+    """Compute and store the missing states of outputs by layers, in one pass over each output.
 
     All processes must call it. Each computes its share, or the first process asks a server for all.
     """
-    if not layers:
-        return
-    store, state = answers.store.of_states(layers), PartialState()
-    names = [name_of(answer.text) for answer in answers]
-    missing = store.missing(names)
+    stores, missing, state = {}, dict[str, tuple[Answers, int]](), PartialState()
+    for layers, answers in parts.items():
+        if layers:
+            store, names = answers.store.of_states(layers), [name_of(a.text) for a in answers]
+            missing |= {names[i]: (answers, i) for i in store.missing(names)}
+            stores[layers] = store, set(names)
+    union, lacking = [layer for layers in stores for layer in layers], list(missing)
     shards = [
-        missing[at : at + ANSWERS_PER_SHARD] for at in range(0, len(missing), ANSWERS_PER_SHARD)
+        lacking[at : at + ANSWERS_PER_SHARD] for at in range(0, len(lacking), ANSWERS_PER_SHARD)
     ]
     readers = state.num_processes if reader.by == "local" else 1
     share = shards[state.process_index :: readers] if state.process_index < readers else []
-    for shard in tqdm(share, "target states", unit="shard", disable=not state.is_main_process):
-        read = reader.read([answers[i].text for i in shard], layers)
-        records = {names[i]: {"states": states} for i, states in zip(shard, read, strict=True)}
-        store.append(records, reader.by)
-    store.wait_for(names)
-    if state.is_main_process:
-        size = store.bytes_on_disk() / 2**20
-        print(f"hidden states of layers {list(layers)}: {size:.0f} MiB in {store.folder}")
+    shown = share if state.is_main_process else ()
+    for shard in tqdm(share, "target states", unit="shard", disable=not shown):
+        texts = [answers[i].text for answers, i in map(missing.__getitem__, shard)]
+        read = dict(zip(shard, reader.read(texts, union), strict=True))
+        for layers, (store, wanted) in stores.items():
+            columns = [union.index(layer) for layer in layers]
+            store.append(
+                {name: {"states": read[name][:, columns]} for name in shard if name in wanted},
+                reader.by,
+            )
+    for layers, (store, wanted) in stores.items():
+        store.wait_for(wanted)
+        if state.is_main_process:
+            size = store.bytes_on_disk() / 2**20
+            print(f"hidden states of layers {list(layers)}: {size:.0f} MiB in {store.folder}")

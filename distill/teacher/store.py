@@ -15,7 +15,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -211,10 +211,10 @@ class Store:
         """
         return from_first([i for i, name in enumerate(names) if name not in self])
 
-    def has_all(self, names: Sequence[str]) -> bool:
+    def has_all(self, names: Collection[str]) -> bool:
         return all(name in self for name in names)
 
-    def wait_for(self, names: Sequence[str]) -> None:
+    def wait_for(self, names: Collection[str]) -> None:
         """Wait until all processes have written their share of these records.
 
         Raises UserError if some are still missing.

@@ -149,8 +149,9 @@ class Servers(ABC):
     target, drafts: specs. scratch: a folder for converted checkpoints. positions: most tokens of a
     prompt with its output. slots: most requests at a time. given: the user's arguments, which have
     priority.
-    installed: JSON that changes with the engine's version. arguments: of all servers. unreadable:
-    reasons by the draft's spec. dtype: of the target.
+    installed: JSON that changes with the engine's version. arguments: of all servers. variables:
+    of their environment, unless the user sets them. unreadable: reasons by the draft's spec. dtype:
+    of the target.
     """
 
     client: ClassVar[type[EngineServer]]
@@ -166,6 +167,7 @@ class Servers(ABC):
 
     installed: list[Any] = field(init=False)
     arguments: list[str] = field(init=False)
+    variables: dict[str, str] = field(init=False, default_factory=dict)
     unreadable: dict[str, str] = field(init=False, default_factory=dict)
     device: torch.device = field(init=False)
     dtype: str = field(init=False)

@@ -158,7 +158,7 @@ def measure_started(
         machine = environment(servers.client.engine, None, servers.device)
         variables = {
             name: value
-            for name, value in sorted(os.environ.items())
+            for name, value in sorted((servers.variables | os.environ).items())
             if name.startswith(CONFIGURES) and name not in NOT_PASSED
         }
         machine |= {"threads": None, "server_arguments": servers.arguments}

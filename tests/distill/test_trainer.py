@@ -229,19 +229,30 @@ def test_steps_of_another_size_do_not_go_on_from_a_checkpoint(tmp_path, train, t
 
 
 @pytest.mark.parametrize(
-    ("draft", "use_peft", "rate"),
+    ("draft", "use_peft", "width", "rate"),
     [
-        (None, False, 3e-3),
-        (None, True, 5e-3),
-        ("org/draft", False, 5e-5),
-        ("org/draft", True, 2e-4),
+        (None, False, 576, 3e-3),
+        (None, True, 64, 5e-3),
+        (None, False, 1536, 3e-3 * 9 / 64),
+        (None, False, 8192, 5e-5),
+        ("org/draft", False, 4096, 5e-5),
+        ("org/draft", True, 896, 2e-4),
     ],
 )
-def test_a_recipe_without_a_learning_rate_trains_at_that_of_its_draft(draft, use_peft, rate):
+def test_a_recipe_without_a_learning_rate_trains_at_that_of_its_draft(draft, use_peft, width, rate):
     keys = dict.fromkeys(("target", "train_prompts", "eval_prompts"), "unused")
     keys |= {"draft": draft, "use_peft": use_peft, "use_cpu": True, "bf16": False}
-    assert training_config(build_recipe(keys)).learning_rate == rate  # trl's own is 2e-5
-    assert training_config(build_recipe(keys | {"learning_rate": 0.1})).learning_rate == 0.1
+    usual = training_config(build_recipe(keys), width=width)
+    assert usual.learning_rate == pytest.approx(rate)  # trl's own is 2e-5
+    given = training_config(build_recipe(keys | {"learning_rate": 0.1}), width=width)
+    assert given.learning_rate == 0.1
+
+
+def test_new_weights_of_a_wider_draft_get_a_lower_rate(plain_trainer, tiny_llama, tmp_path):
+    wide = tiny_llama(vocab_size=VOCAB, hidden_size=1152, intermediate_size=24, pad_token_id=0)
+    recipe = recipe_in(tmp_path)
+    del recipe.training["learning_rate"]
+    assert plain_trainer(recipe, wide, made_answers()).args.learning_rate == 7.5e-4
 
 
 def test_without_held_out_prompts_no_checkpoint_is_the_best(tmp_path, train, tiny_model):

@@ -169,8 +169,8 @@ def test_a_quantised_target_gets_a_draft(
     read = check_states(recipe.folder, pair.layers, target)
     assert pair.fit_layers == ((2,) if kind == "eagle3" else ())
     if pair.fit_layers:
-        read += check_states(recipe.folder, pair.fit_layers, target)
-    assert len(extracting.requests) == read
+        assert check_states(recipe.folder, pair.fit_layers, target) <= read
+    assert len(extracting.requests) == read  # one for all layers of a text
     assert acceptance(target, recipe.folder / "draft", texts) > 0.3
     assert run(recipe) == 0  # nothing is missing
     assert len(started) == 2

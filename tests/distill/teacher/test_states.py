@@ -56,7 +56,7 @@ def test_answering_keeps_those_of_a_pass_of_the_model(begun, passes, taught, tem
     decoding = dataclasses.replace(decoding, sampling=sampling)
     target.settings = dataclasses.replace(target.settings, decoding=decoding)
     answers = target.answers(prompts, taught)
-    cache_states(answers, LAYERS, LocalStates(target.load))
+    cache_states({LAYERS: answers}, LocalStates(target.load))
     assert not passes
     check(states_of(target.store, LAYERS), answers, target.load, 1)
 
@@ -66,12 +66,16 @@ def test_they_are_made_once_where_they_lack_beside_the_same_answers(begun, passe
     answers = target.answers(prompts)
     shards = list(target.store.folder.glob("shard-*"))
     reader = LocalStates(target.load)
-    cache_states(Answers(target.store, answers.names[:3]), (2,), reader)
-    cache_states(answers, (2,), reader)
+    first, last = (
+        Answers(target.store, answers.names[part]) for part in (slice(3), slice(3, None))
+    )
+    cache_states({LAYERS: answers, (2,): first}, reader)
+    cache_states({(2,): answers, (0,): last, (): answers}, reader)
     assert passes == [answer.text.tolist() for answer in answers]
     assert "hidden states of layers [2]: 0 MiB in" in capsys.readouterr().out
-    check(states_of(target.store, (2,)), answers, target.load, 2)
+    for layer, of in ((1, answers), (2, answers), (0, last)):
+        check(states_of(target.store, (layer,)), of, target.load, layer)
     folders = {path.name for path in target.store.folder.glob("states-*")}
-    assert folders == {"states-1", "states-2"}
+    assert folders == {"states-0", "states-1", "states-2"}
     assert list(target.store.folder.glob("shard-*")) == shards
     assert states_of(target.store, ()) is None

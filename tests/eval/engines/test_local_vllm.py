@@ -11,6 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
 from eval.engines import local_vllm, process
@@ -67,6 +68,11 @@ def ask(address):
     return json.load(urllib.request.urlopen(f"{address}/about", timeout=300))
 
 
+def environment_of_process(process):
+    environment = Path(f"/proc/{process}/environ").read_bytes()
+    return dict(line.decode().partition("=")[::2] for line in environment.split(b"\0"))
+
+
 def alive(process):
     """Whether it runs; one that ended but was not waited for does not."""
     try:
@@ -104,11 +110,23 @@ def test_it_gets_neither_a_key_nor_what_a_launcher_set(monkeypatch):
     for name in hidden:
         monkeypatch.setenv(name, "3")
     with serve_vllm("T") as url:
-        environment = Path(f"/proc/{ask(url)[0]}/environ").read_bytes()
-    variables = dict(line.decode().partition("=")[::2] for line in environment.split(b"\0"))
+        variables = environment_of_process(ask(url)[0])
     assert not variables.keys() & hidden
     assert {"HF_HUB_OFFLINE", "VLLM_CPU_KVCACHE_SPACE"} <= variables.keys()
     assert variables["PATH"].startswith(str(vllm_python().parent))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given", "threads"),
+    [(0, None, "workqueue"), (0, "omp", "omp"), (1, None, None)],
+)
+def test_on_a_cpu_numba_does_not_compete_with_vllm_for_its_cores(monkeypatch, gpus, given, threads):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.delenv("NUMBA_THREADING_LAYER", raising=False)
+    if given:
+        monkeypatch.setenv("NUMBA_THREADING_LAYER", given)
+    with serve_vllm("T") as url:
+        assert environment_of_process(ask(url)[0]).get("NUMBA_THREADING_LAYER") == threads
 
 
 def test_a_server_of_ours_is_asked_directly_and_told_from_another(monkeypatch, fake):
