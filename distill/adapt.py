@@ -304,9 +304,11 @@ def training_recipe(args: argparse.Namespace, served: Path, rows: Split, work: P
     """The recipe of the run in `work` that continues from the served draft on the rows."""
     values = read_yaml(args.run / "recipe.yaml")
     if values["draft"] is None:  # the run's learning rate was for new weights
-        width = load_config(values["target"]).get_text_config().hidden_size
-        usual = usual_rate(build_recipe(values), width)
-        values["learning_rate"] = CONTINUED * values.get("learning_rate", usual)
+        rate = values.get("learning_rate")
+        if rate is None:
+            width = load_config(values["target"]).get_text_config().hidden_size
+            rate = usual_rate(build_recipe(values), width)
+        values["learning_rate"] = CONTINUED * rate
     if values.get("dtype") == "bfloat16":
         values.pop("dtype")  # this machine's CPU may be slow in it (`usual_dtype`)
     write_rows(work / "train.jsonl", rows.train)
