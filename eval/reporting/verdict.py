@@ -151,7 +151,7 @@ def verdict(report: Report) -> str:
     ngram = next((d for d in report.drafts.values() if d.path == LOOKUP), None)
     alone = f"; n-gram speculation alone {ngram.speedup.mean:.2f}x" if ngram else ""
     if draft is ngram:
-        alone = "; no draft is shown to be faster" if len(report.drafts) > 1 else ""
+        alone = "; no draft is shown to be faster than this" if len(report.drafts) > 1 else ""
     if report.engine != REFERENCE:
         return (
             f"{start}Serve {shown} for one request at a time: {times(draft.speedup)}, measured in "
