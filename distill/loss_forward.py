@@ -40,9 +40,9 @@ def give_loss_forward(model: PreTrainedModel, kind: DraftKind, divergence: Diver
             weight = weight.full_tensor(grad_placements=[Partial("avg")] * weight.device_mesh.ndim)
         if temperature is not None:
             return _acceptance(kind, model, weight, batch, temperature)
-        states, learned, share = kind.head_input(model, batch)  # share: HeadInput.weight
+        states, learned, factors = kind.head_input(model, batch)
         cached = batch.top_ids[learned], batch.top_logprobs[learned]
-        return ModelOutput(loss=share * head_loss(states, weight, *cached, divergence))
+        return ModelOutput(loss=head_loss(states, weight, *cached, divergence, factors))
 
     model.forward = forward
 

@@ -188,6 +188,7 @@ class _HeadLoss(torch.autograd.Function):
         weight: Tensor,
         cached_ids: Tensor,
         cached_logprobs: Tensor,
+        factors: Tensor,
         divergence: Divergence,
     ) -> Tensor:
         device = hidden.device.type
@@ -206,7 +207,8 @@ class _HeadLoss(torch.autograd.Function):
                 loss, gradient = coarse_loss(
                     head_logits(states, head), ids, cached_logprobs[chunk], divergence
                 )
-                total += loss.sum()
+                total += loss @ factors[chunk]
+                gradient *= factors[chunk, None]
                 states, gradient = rounded(states), rounded(gradient.to(dtype))
                 if hidden_gradient is not None:
                     hidden_gradient[chunk] = (gradient @ head)[: len(ids)]
@@ -218,7 +220,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         gradients = (saved if saved is None else saved * scale for saved in ctx.saved_tensors)
-        return (*gradients, None, None, None)
+        return (*gradients, None, None, None, None)
 
 
 def head_loss(
@@ -227,11 +229,14 @@ def head_loss(
     cached_ids: Tensor,
     cached_logprobs: Tensor,
     divergence: Divergence = forward_kl,
+    factors: Tensor | float = 1.0,
 ) -> Tensor:
-    """The summed `coarse_loss` of the logits `hidden @ weight.T`.
+    """The sum of the `coarse_loss` of the logits `hidden @ weight.T`, each with its factor.
 
-    hidden: the head's inputs at response positions [N, H]. weight: the head [K, H]. The products
-    run in autocast's dtype where that is on. Differentiable once, in hidden and weight.
+    hidden: the head's inputs at response positions [N, H]. weight: the head [K, H]. factors: [N],
+    or one for all. The products run in autocast's dtype where that is on. Differentiable once, in
+    hidden and weight.
     """
-    total: Tensor = _HeadLoss.apply(hidden, weight, cached_ids, cached_logprobs, divergence)
+    each = torch.as_tensor(factors, dtype=torch.float32, device=hidden.device).expand(len(hidden))
+    total: Tensor = _HeadLoss.apply(hidden, weight, cached_ids, cached_logprobs, each, divergence)
     return total

@@ -7,6 +7,7 @@ read, H hidden size, M draft tokens that a batch trains, S slots of all rows, Q 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -47,14 +48,14 @@ class HeadInput(NamedTuple):
 
     states: [M, H]. For a model that is not in training mode, the first N are for the first token of
     a draft at each position. learned: the number of the position (0 to N - 1) whose distribution
-    each token learns [M]. weight: the factor on the sum of the M losses. All states are one input
-    of one head, because each product with a head keeps a gradient as large as the head until the
-    backward pass.
+    each token learns [M]. weight: the factor on each of the M losses [M], or on all. All states are
+    one input of one head, because each product with a head keeps a gradient as large as the head
+    until the backward pass.
     """
 
     states: Tensor
     learned: Tensor
-    weight: float = 1.0
+    weight: Tensor | float = 1.0
 
 
 def drawn_depths(positions: Tensor, width: int, seeds: Tensor, most: int, deeper: float) -> Tensor:
@@ -89,6 +90,23 @@ def followed(positions: Tensor, chosen: Tensor, later: int) -> Tensor:
     """
     numbers = chosen[: max(0, len(chosen) - later)].nonzero()[:, 0]
     return numbers[positions[numbers + later] == positions[numbers] + later]
+
+
+def unrolled_input(batch: TrainingBatch, steps: Iterable[Tensor], share: float) -> HeadInput:
+    """The HeadInput of a draft that reads its own states in several steps.
+
+    steps: for each step of a draft, the LM head's inputs at each token [B, T, H]. The loss of a
+    step has `share` times the weight of the step before; the weights of the steps sum to 1.
+    """
+    positions = batch.positions
+    states, learned, weights = [], [], []
+    for step, y in enumerate(steps):
+        numbers = step + followed(positions, positions >= 0, step)
+        states.append(y.flatten(0, 1)[positions[numbers]])
+        learned.append(numbers)
+        weights.append(torch.full(numbers.shape, share**step, device=y.device))
+    total = mean_depth(len(weights), share)
+    return HeadInput(torch.cat(states), torch.cat(learned), torch.cat(weights) / total)
 
 
 class Slots(NamedTuple):

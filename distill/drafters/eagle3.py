@@ -1,12 +1,12 @@
 """EAGLE-3 (arXiv 2503.01840) in training: several steps of a draft at once (training-time test).
 
-The later steps read the draft's own states. A new draft has one layer and starts from least
-squares: the queries, keys and values of the embeddings are those of the target's first layer, those
-of the states are zero; `fc` and the attention's output map, then the last map of the MLP, are
-fitted to the state that the target's head reads. Or a published draft is trained further, with all
-its layers and norms, and is saved with its own config.json and names. Legend: B rows, T inputs, N
-response positions, L layers read, H hidden size, D size of an attention head, K entries of the LM
-head.
+The later steps read the draft's own states, and their losses weigh less, because fewer drafts reach
+them. A new draft has one layer and starts from least squares: the queries, keys and values of the
+embeddings are those of the target's first layer, those of the states are zero; `fc` and the
+attention's output map, then the last map of the MLP, are fitted to the state that the target's head
+reads. Or a published draft is trained further, with all its layers and norms, and is saved with its
+own config.json and names. Legend: B rows, T inputs, N response positions, L layers read, H hidden
+size, D size of an attention head, K entries of the LM head.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
 from align.sources import load_config, read_json
-from distill.drafters.batch import HeadInput, TrainingBatch
+from distill.drafters.batch import HeadInput, TrainingBatch, unrolled_input
 from distill.drafters.compact import target_id_maps, write_compact
 from distill.drafters.initialisation import (
     least_squares,
@@ -47,6 +47,7 @@ from eval.decoding.drafters.eagle3 import (
 from eval.decoding.forward import input_embedding
 
 SPECULATORS = "0.3.0"  # the version of the format of speculators
+BETA = 0.5  # weight of a step's loss over that of the step before
 RIDGE = 1e-2  # ridge of the fit: its tokens alone determine maps from many states poorly
 
 
@@ -113,15 +114,8 @@ class Eagle3(DraftKind):
         return Draft(to_train(model, torch.tensor(compact["sizes"]), embedding), token_ids)
 
     def head_input(self, model: Any, batch: TrainingBatch) -> HeadInput:
-        numbers = batch.position_numbers
-        states, learned = [], []
-        for y in unrolled(model, batch.input_ids, batch.states, model.ttt_steps):
-            positions = batch.positions[numbers]
-            states.append(y.flatten(0, 1)[positions])
-            learned.append(numbers)
-            # a later token of a draft must directly follow another response position
-            numbers = numbers[1:][positions[1:] == positions[:-1] + 1]
-        return HeadInput(torch.cat(states), torch.cat(learned), 1 / model.ttt_steps)
+        steps = unrolled(model, batch.input_ids, batch.states, model.ttt_steps)
+        return unrolled_input(batch, steps, BETA)
 
 
 KIND = Eagle3()

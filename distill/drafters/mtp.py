@@ -1,7 +1,6 @@
 """MTP heads in training: the target's own layer, tuned on its last hidden states (2509.18362).
 
-Several steps of a draft are trained at once. A position trains step k + 1 with probability BETA^k,
-so the losses have these weights in the mean. Embedding and LM head stay the target's. Legend: B
+Several steps of a draft are trained at once. Embedding and LM head stay the target's. Legend: B
 rows, T tokens, H hidden size.
 """
 
@@ -21,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from align.files import write_json
 from align.sources import load_config, opened_weights, resolve_checkpoint, weight_files
-from distill.drafters.batch import HeadInput, TrainingBatch, drawn_depths, followed, mean_depth
+from distill.drafters.batch import HeadInput, TrainingBatch, unrolled_input
 from distill.drafters.initialisation import FrozenEmbedding
 from distill.drafters.kind import Config, Draft, DraftKind, Origin
 from eval.decoding.drafters.compact import COMPACT
@@ -38,7 +37,7 @@ from eval.decoding.drafters.mtp import (
 from eval.decoding.target import tensor_sha256
 
 STEPS = 3  # steps of a draft that are trained at once
-BETA = 0.6  # weight of a step over that of the step before
+BETA = 0.6  # weight of a step's loss over that of the step before
 
 
 class Mtp(DraftKind):
@@ -82,15 +81,8 @@ class Mtp(DraftKind):
         return Draft(to_train(load_mtp(folder, embedding), embedding))
 
     def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
-        """Their losses are divided by the mean number of steps at a position."""
-        positions = batch.positions
-        depths = drawn_depths(positions, batch.width, batch.seeds, STEPS, BETA)
-        states, learned = [], []
-        for step, y in enumerate(unrolled(model, batch.input_ids, batch.states, STEPS)):
-            starts = followed(positions, depths > step, step)
-            states.append(y.flatten(0, 1)[positions[starts + step]])
-            learned.append(starts + step)
-        return HeadInput(torch.cat(states), torch.cat(learned), 1 / mean_depth(STEPS, BETA))
+        steps = unrolled(model, batch.input_ids, batch.states, STEPS)
+        return unrolled_input(batch, steps, BETA)
 
 
 KIND = Mtp()

@@ -112,6 +112,7 @@ def test_head_loss_has_the_gradients_of_autograd_through_the_logits(case, monkey
     _, _, top_ids, top_logp, row_ids, rows = case
     ids, logp = rows[top_ids], top_logp.float()
     hidden, weight = torch.randn(len(ids), 8), torch.randn(len(row_ids), 8)
+    factors = torch.rand(len(ids))
 
     def through_logits(hidden, weight):
         log_q = (hidden @ weight.T).log_softmax(-1)
@@ -124,20 +125,20 @@ def test_head_loss_has_the_gradients_of_autograd_through_the_logits(case, monkey
         log_q = log_q.gather(1, ids.clamp_min(0))
         q_rest = 1 - (log_q.exp() * known).sum(-1)
         cross = (p * log_q).sum(-1) + rest * q_rest.log()
-        return -(cross + torch.special.entr(p).sum(-1) + torch.special.entr(rest)).sum()
+        return -(cross + torch.special.entr(p).sum(-1) + torch.special.entr(rest)) @ factors
 
     leaves = [part.clone().requires_grad_() for part in (hidden, weight)]
     expected = through_logits(*leaves)
     (3 * expected).backward()
     monkeypatch.setattr("distill.losses.CHUNK", 7)
     ours = [part.clone().requires_grad_() for part in (hidden, weight)]
-    loss = head_loss(*ours, ids, logp)
+    loss = head_loss(*ours, ids, logp, factors=factors)
     (3 * loss).backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-4)
     for got, want in zip(ours, leaves, strict=True):
         torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=1e-4)
     frozen = [hidden.clone().requires_grad_(), weight]  # LoRA trains no head
-    head_loss(*frozen, ids, logp).backward()
+    head_loss(*frozen, ids, logp, factors=factors).backward()
     torch.testing.assert_close(frozen[0].grad, leaves[0].grad / 3, rtol=1e-4, atol=1e-4)
 
 

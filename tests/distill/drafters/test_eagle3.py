@@ -166,7 +166,7 @@ def test_the_number_of_steps_is_kept(target, tmp_path):
         batch = TrainingBatch(torch.ones((1, 12), dtype=int), torch.arange(4, 9), 0, 0, states)
         found = eagle3.KIND.head_input(model, batch)
         assert found.learned.tolist() == [*range(5), *range(1, 5)]
-        assert found.weight == 1 / 2
+        assert found.weight.tolist() == pytest.approx([2 / 3] * 5 + [1 / 3] * 4)
 
 
 def test_the_export_has_the_names_that_engines_load(finished):

@@ -69,25 +69,6 @@ def test_steps_of_a_draft_are_those_of_its_session(target):
     assert len(seen) > 3
 
 
-def test_each_step_learns_the_token_of_its_own_place(target, monkeypatch):
-    model = base_draft(target).model
-    ids = torch.tensor([TEXT[:9], [*TEXT[9:16], 0, 0]])
-    positions = torch.tensor([2, 3, 4, 5, 6, 9 + 3, 9 + 4, 9 + 5])
-    depths = torch.tensor([3, 1, 3, 2, 3, 2, 3, 3])
-    monkeypatch.setattr(mtp, "drawn_depths", lambda *_: depths)
-    batch = mtp.TrainingBatch(ids, positions, None, None, torch.randn(2, 9, 1, 32), None)
-    found = mtp.KIND.head_input(model, batch)
-    steps = [*mtp.unrolled(model, ids, batch.states, 3)]
-    # (step, position): a draft that begins at number n trains as many steps as were drawn there
-    first = [(0, n) for n in range(8)]
-    second = [(1, n + 1) for n in (0, 2, 3, 5, 6)]
-    third = [(2, n + 2) for n in (0, 2)]
-    assert found.learned.tolist() == [n for _, n in first + second + third]
-    wanted = [steps[step].flatten(0, 1)[positions[n]] for step, n in first + second + third]
-    torch.testing.assert_close(found.states, torch.stack(wanted))
-    assert found.weight == pytest.approx(1 / (1 + 0.6 + 0.36))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_not_trained_is_written_back_to_the_bit(tmp_path, family, dtype):
