@@ -7,8 +7,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from align.files import write_json
 from align.sources import opened_weights
 from distill.drafters.mtp import split_experts
-from eval.decoding.drafters.mtp import LAYER, build_mtp
+from eval.decoding.drafters.mtp import LAYER, build_mtp, stored_name
 
+BIAS = "e_score_correction_bias"  # of experts; always in fp32
 SHAPE = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -32,7 +33,23 @@ MLA = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }
-FAMILIES = {"deepseek_v3": MLA, "glm4_moe": {"head_dim": 8, "num_key_value_heads": 2}}
+GROUPED = {"head_dim": 8, "num_key_value_heads": 2}
+HYBRID = GROUPED | {  # the first layer has a state for the whole text
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+FAMILIES = {
+    "deepseek_v3": MLA,
+    "glm4_moe": GROUPED,
+    "qwen3_next": HYBRID,
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": HYBRID,
+}
 
 
 def mtp_config(family, **shape):
@@ -46,27 +63,33 @@ def random_head(config, seed=0):
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(std=0.3) if weight.ndim > 1 else weight.uniform_(0.5, 1.5)
-        model.model.layers[0].mlp.gate.e_score_correction_bias.uniform_()
+        for name, bias in model.named_buffers():
+            if name.endswith(BIAS):
+                bias.uniform_()
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     return model.eval()
 
 
-def save_target(folder, family, seed=0, dtype=torch.float32, spread=4, **shape):
-    """A target in one file, or in two with an index, whose second one has the head's layer."""
+def save_target(folder, family, seed=0, dtype=torch.float32, spread=4, sure=8, **shape):
+    """A target in one file, or in two with an index, whose second one has the head's layer.
+
+    spread, sure: factors on the matrices, and another one on the LM head.
+    """
     config = mtp_config(family, **shape)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(spread if weight.ndim > 1 else 1)
-        model.lm_head.weight.mul_(8)
+        model.lm_head.weight.mul_(sure)
     model.save_pretrained(folder)
     layer = {}
     for name, tensor in random_head(config, seed + 1).state_dict().items():
         if name.startswith(LAYER):
-            place = f"model.layers.{config.num_hidden_layers}.{name.removeprefix(LAYER)}"
-            is_bias = name.endswith("e_score_correction_bias")
-            layer |= split_experts(place, tensor.to(torch.float32 if is_bias else dtype))
+            place = stored_name(name.removeprefix(LAYER), config)
+            layer |= split_experts(
+                place, tensor.to(torch.float32 if name.endswith(BIAS) else dtype)
+            )
     layer = {name: tensor.clone() for name, tensor in layer.items()}
     first = folder / "model.safetensors"
     with opened_weights(first) as file:

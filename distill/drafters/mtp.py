@@ -26,13 +26,14 @@ from distill.drafters.kind import Config, Draft, DraftKind, Origin
 from eval.decoding.drafters.compact import COMPACT
 from eval.decoding.drafters.mtp import (
     ARCHITECTURE,
+    FAMILIES,
     HEAD,
     LAYER,
-    NORMED,
     SERVED,
     joined,
     load_mtp,
     outputs,
+    stored_name,
 )
 from eval.decoding.target import tensor_sha256
 
@@ -41,7 +42,7 @@ BETA = 0.6  # weight of a step's loss over that of the step before
 
 
 class Mtp(DraftKind):
-    targets = tuple(NORMED)
+    targets = tuple(FAMILIES)
     trained = True
     # engines give the layer the target's whole LM head; its steps share a cache of keys and values
     unused = ("draft_vocab_size", "activation_checkpointing")
@@ -57,16 +58,17 @@ class Mtp(DraftKind):
         return Draft(to_train(load_mtp(folder, embedding, origin.head(), config), embedding))
 
     def save(self, folder: Path, draft: Draft, embedding: Tensor, target: str) -> None:
-        config = load_config(target).get_text_config()
-        prefix = f"model.layers.{config.num_hidden_layers}."
+        config, source = load_config(target).get_text_config(), resolve_checkpoint(target)
         trained = {name for name, _ in draft.model.named_parameters()}
+        known = stored_names(source)
         tensors = {}
         for name, tensor in draft.model.state_dict().items():
             stored = tensor.to(embedding.dtype) if name in trained else tensor
-            if name == "lm_head.weight":
-                tensors[prefix + HEAD] = stored
+            if name == "lm_head.weight" and not FAMILIES[config.model_type].mtp:
+                tensors[stored_name(HEAD, config)] = stored
             elif name.startswith(LAYER):
-                tensors |= split_experts(prefix + name.removeprefix(LAYER), stored)
+                place = stored_name(name.removeprefix(LAYER), config)
+                tensors |= {place: stored} if place in known else split_experts(place, stored)
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         config.architectures = [ARCHITECTURE]
@@ -75,10 +77,10 @@ class Mtp(DraftKind):
         about = {"format": COMPACT, "drafter": self.name}
         about["embedding_sha256"] = tensor_sha256(embedding)
         (folder / "compact.json").write_text(json.dumps(about, indent=2))
-        link_target(folder, resolve_checkpoint(target), tensors)
+        link_target(folder, source, tensors)
 
     def load(self, folder: Path, embedding: Tensor, head: Callable[[], Tensor]) -> Draft:
-        return Draft(to_train(load_mtp(folder, embedding), embedding))
+        return Draft(to_train(load_mtp(folder, embedding, head()), embedding))
 
     def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
         steps = unrolled(model, batch.input_ids, batch.states, STEPS)
@@ -107,7 +109,9 @@ def unrolled(
     """
     body: Any = model.base_model
     (layer,) = body.layers
-    embedded = F.pad(body.embed_tokens(input_ids[:, 2:]), (0, 0, 1, 0))  # `joined`: none at first
+    embedded = body.embed_tokens(input_ids[:, 1:])
+    if not FAMILIES[model.config.model_type].first:
+        embedded = F.pad(embedded[:, 1:], (0, 0, 1, 0))
     hidden = states[:, :-1, 0].to(embedded.dtype)
     numbers = torch.arange(hidden.shape[1], device=hidden.device)
     distances = numbers[:, None] - numbers  # of each query behind each key
@@ -143,6 +147,15 @@ def split_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
         for kind, matrices in parts.items()
         for expert, matrix in enumerate(matrices)
     }
+
+
+def stored_names(folder: Path) -> set[str]:
+    """The names of all tensors of a checkpoint."""
+    names: set[str] = set()
+    for path in weight_files(folder):
+        with opened_weights(path) as file:
+            names.update(file.keys())
+    return names
 
 
 def link_target(folder: Path, target: Path, tensors: Mapping[str, Tensor]) -> None:

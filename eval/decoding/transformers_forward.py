@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from align.errors import UserError
+from eval.decoding import recurrent
 from eval.decoding.forward import HiddenStates, KVCache, empty_cache, input_embedding
+from eval.decoding.recurrent import StatefulCache, holding, linear_layers, shapes_of, stateful
 from eval.decoding.weights import in_fp32
 
 # Layer types that work with a cache of the whole text: windows and chunks are masks over it.
@@ -113,6 +115,8 @@ def refuse_states(config: Any, stateful: bool) -> None:
     stateful: whether the model's class declares a state.
     """
     refused = f"A {config.model_type} model cannot be decoded here: "
+    if config.model_type in recurrent.FAMILIES:
+        return
     unknown = {*(getattr(config, "layer_types", None) or [])} - ATTENTION_KINDS
     if stateful or unknown:
         raise UserError(
@@ -148,7 +152,7 @@ class TransformersDecoder:
         parameters = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in parameters  # else the model counts from the cache
         try:
-            self.shapes, error = self._probe()
+            error = self._probe()
         except torch.OutOfMemoryError:
             raise
         except Exception as reason:
@@ -171,7 +175,8 @@ class TransformersDecoder:
         keys, values = (
             [(rows, heads, slots, size) for heads, size in sizes] for sizes in self.shapes
         )
-        return empty_cache(keys, values, self.dtype, [self.device] * len(keys))
+        cache = empty_cache(keys, values, self.dtype, [self.device] * len(keys))
+        return stateful(cache, self.states) if self.states else cache
 
     @torch.inference_mode()
     def forward(
@@ -196,8 +201,18 @@ class TransformersDecoder:
         read = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
         rows, width = read.shape[:2]
         slots = _Slots(start, rows, width, self.device)
+        layers: list[Any]
         layers = [_SlotLayer(slots, k, v) for k, v in zip(cache.keys, cache.values, strict=True)]
-        return self._run(model, layers, slots, **inputs)
+        if not isinstance(cache, StatefulCache):
+            return self._run(model, layers, slots, **inputs)
+        starts = start.tolist() if isinstance(start, Tensor) else [start] * rows
+        with self._dtype():
+            cache.go_to(self.model.base_model.layers, starts)
+        for number, states in cache.after.items():
+            layers[number] = holding(states)
+        output = self._run(model, layers, slots, **inputs | {"output_hidden_states": True})
+        cache.keep(slots.positions, output.hidden_states)
+        return output
 
     def _run(self, model: Any, layers: Any, slots: _Slots, **inputs: Any) -> Any:
         positions = {"position_ids": slots.positions} if self.takes_positions else {}
@@ -211,28 +226,33 @@ class TransformersDecoder:
         return in_fp32(self.model) if self.dtype != self.embedding.dtype else nullcontext()
 
     @torch.inference_mode()
-    def _probe(self) -> tuple[list[list[tuple[int, int]]], float]:
-        """(heads, head size) of each layer's keys and values; relative error of the logits."""
+    def _probe(self) -> float:
+        """Finds the shapes of keys, values and states; returns the relative error of the logits."""
         half = PROBE_LENGTH // 2
         ids = torch.arange(1, 2 * PROBE_LENGTH + 1, device=self.device).view(2, PROBE_LENGTH)
         ids = ids % self.embedding.shape[0]
         with self._dtype():
             expected = self.model(input_ids=ids, use_cache=False).logits
         slots = _Slots(0, 2, half, self.device)
-        layers = [_SlotLayer(slots) for _ in range(self.config.num_hidden_layers)]
+        layers: list[Any] = [_SlotLayer(slots) for _ in range(self.config.num_hidden_layers)]
+        linear = {number: LinearAttentionLayer() for number in linear_layers(self.config)}
+        for number, layer in linear.items():
+            layers[number] = layer
         self._run(self.model, layers, slots, input_ids=ids[:, :half])
-        first = torch.tensor([half, half - 1])  # the second row is rolled back by one token
-        slots = _Slots(first, 2, half, self.device)
-        for layer in layers:
-            layer.slots = slots
-        again = ids.gather(1, slots.positions)
-        got = self._run(self.model, layers, slots, input_ids=again).logits
-        want = expected.gather(1, slots.positions[..., None].expand_as(got))
-        # the median of a row, because rounding may send single tokens to another expert
-        error = ((got - want).norm(dim=-1) / want.norm(dim=-1)).median(1).values.max()
-        shapes = [
+        self.states = {number: shapes_of(layer) for number, layer in linear.items()}
+        for number in linear:  # the cache has the inputs of these layers as keys
+            layers[number] = _SlotLayer(slots, torch.empty(2, 1, 0, self.embedding.shape[1]))
+        self.shapes = [
             # a layer that reads the keys and values of another layer has none
             [(0, 0) if held is None else (held.shape[1], held.shape[3]) for held in tensors]
             for tensors in ([x.keys for x in layers], [x.values for x in layers])
         ]
-        return shapes, float(error)
+        cache = self.new_cache(2, PROBE_LENGTH)
+        self.forward(ids[:, :half], 0, cache)
+        first = torch.tensor([half, half - 1])  # the second row is rolled back by one token
+        again = _Slots(first, 2, half, self.device).positions
+        got = self.forward(ids.gather(1, again), first, cache)
+        want = expected.gather(1, again[..., None].expand_as(got))
+        # the median of a row, because rounding may send single tokens to another expert
+        error = ((got - want).norm(dim=-1) / want.norm(dim=-1)).median(1).values.max()
+        return float(error)

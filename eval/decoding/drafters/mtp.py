@@ -2,8 +2,9 @@
 
 Input i of the layer is the embedding of token i + 1, and a state [H] of token i: the target's last
 hidden state if the target has read token i, else the layer's output for the input before. The
-checkpoint of the target stores the layer as `model.layers.N`, with N the number of its layers, as
-DeepSeek-V3 and GLM-4.5 do. transformers leaves these tensors out when it loads the target.
+checkpoint of the target stores the layer as `model.layers.N`, with N the number of its layers
+(DeepSeek-V3, GLM-4.5), or as `mtp` (Qwen3-Next, Qwen3.5). transformers leaves these tensors out
+when it loads the target.
 
 A folder holds these tensors alone, compact.json, and `served/`: the target's own files as links,
 with an index that takes the layer from this folder. Legend: T inputs, H hidden size, V the target's
@@ -17,7 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,10 +39,32 @@ ARCHITECTURE = "DraftsmithMtp"  # in a draft's config.json, which is otherwise t
 SERVED = "served"  # a folder in the draft's folder: what engines load
 LAYER = "model.layers.0."  # the names of the layer here
 HEAD = "shared_head.head.weight"  # a checkpoint's copy of the target's LM head
+FULL = ["full_attention"]
 EXPERT = re.compile(r"(.*mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-# Families in this layout, and whether a later step of a draft reads the layer's output after its
-# last norm (as vLLM 0.32 computes them; transformers knows the first step only).
-NORMED = {"deepseek_v3": True, "glm4_moe": False}
+
+
+class Family(NamedTuple):
+    """How the layers of a family are computed (as in vLLM 0.32) and stored.
+
+    normed: a later step of a draft reads the layer's output after its last norm. first: the first
+    input of a text has an embedding; in DeepSeek's and GLM's code it is zero. mtp: the tensors are
+    stored as `mtp`.
+    """
+
+    normed: bool
+    first: bool = False
+    mtp: bool = False
+
+
+QWEN = Family(normed=True, first=True, mtp=True)
+FAMILIES = {"deepseek_v3": Family(normed=True), "glm4_moe": Family(normed=False)}
+FAMILIES |= dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), QWEN)
+PARTS = {  # of `mtp`, and their names here
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head.norm",
+}
 
 
 class Mtp(DraftFormat):
@@ -50,7 +73,8 @@ class Mtp(DraftFormat):
         return int(config["vocab_size"]) if ours else None
 
     def load(self, folder: Path, target: Target) -> MtpDrafter:
-        return self.drafter(load_mtp(folder, target.decoder.embedding), None, target)
+        head = target.model.get_output_embeddings().weight.detach()
+        return self.drafter(load_mtp(folder, target.decoder.embedding, head), None, target)
 
     def drafter(self, model: Any, token_ids: Tensor | None, target: Target) -> MtpDrafter:
         """The drafter of the model for that target, whose LM head it shares."""
@@ -68,25 +92,54 @@ FORMAT = Mtp()
 
 
 def layer_tensors(folder: Path, config: PreTrainedConfig) -> dict[str, Tensor]:
-    """The tensors of the layer in a checkpoint, by their names after `model.layers.N.`.
+    """The tensors of the layer in a checkpoint, by their names here without `model.layers.0.`.
 
     config: of the target. Raises UserError if it has none, or several layers.
     """
-    first, found, layers = config.num_hidden_layers, {}, set()
+    found, layers = {}, set()
     for path in weight_files(folder):
         with opened_weights(path) as file:
             for name in file.keys():  # noqa: SIM118
-                match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
-                if match and int(match[1]) >= first:
-                    layers.add(match[1])
-                    found[match[2]] = file.get_tensor(name)
+                if place := place_of(name, config):
+                    layers.add(place[0])
+                    found[place[1]] = file.get_tensor(name)
     if len(layers) != 1:
         raise UserError(
-            f"{folder} has {len(layers)} layers for multi-token prediction (model.layers.{first}), "
+            f"{folder} has {len(layers)} layers for multi-token prediction ({prefix_of(config)}), "
             "but drafter mtp tunes exactly one. Fine-tuning drops it: copy it and its entries in "
             "the index from the base model."
         )
     return found
+
+
+def prefix_of(config: PreTrainedConfig) -> str:
+    """The beginning of the layer's names in a checkpoint. config: of the target."""
+    mtp = FAMILIES[config.model_type].mtp
+    return "mtp.layers.0." if mtp else f"model.layers.{config.num_hidden_layers}."
+
+
+def place_of(name: str, config: PreTrainedConfig) -> tuple[int, str] | None:
+    """The number of a checkpoint's layer and the tensor's name in it here; None if it is no part.
+
+    config: of the target.
+    """
+    if not FAMILIES[config.model_type].mtp:
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
+        later = match and int(match[1]) >= config.num_hidden_layers
+        return (int(match[1]), match[2]) if match and later else None
+    if match := re.fullmatch(r"mtp\.layers\.(\d+)\.(.*)", name):
+        return int(match[1]), match[2]
+    match = re.fullmatch(r"mtp\.(\w+)\.weight", name)
+    return (0, f"{PARTS[match[1]]}.weight") if match else None
+
+
+def stored_name(name: str, config: PreTrainedConfig) -> str:
+    """The inverse of `place_of`."""
+    if FAMILIES[config.model_type].mtp:
+        for stored, part in PARTS.items():
+            if name == f"{part}.weight":
+                return f"mtp.{stored}.weight"
+    return prefix_of(config) + name
 
 
 def build_mtp(target: PreTrainedConfig) -> Any:
@@ -97,6 +150,8 @@ def build_mtp(target: PreTrainedConfig) -> Any:
     """
     config: Any = copy.deepcopy(target)
     config.num_hidden_layers, config.first_k_dense_replace = 1, 0  # the layer has experts
+    if FAMILIES[config.model_type].mtp:
+        config.layer_types, config.mlp_only_layers, config.decoder_sparse_step = FULL, [], 1
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
         layer, norm = model.model.layers[0], type(model.model.norm)
@@ -111,24 +166,24 @@ def build_mtp(target: PreTrainedConfig) -> Any:
 
 
 def load_mtp(
-    folder: Path, embedding: Tensor, head: Tensor | None = None, base: Any = None
+    folder: Path, embedding: Tensor, head: Tensor, base: PreTrainedConfig | None = None
 ) -> PreTrainedModel:
-    """The draft on the target's embedding [V, H], in its dtype.
+    """The draft on the target's embedding and LM head [V, H], in the embedding's dtype.
 
-    folder: a draft, or a checkpoint of the target; then `head` [V, H] and `base`, its config, are
-    the target's. Raises UserError if the layer is missing or has other parts, and OtherEmbedding.
+    folder: a draft, or a checkpoint of the target; then `base`, its config, is the target's. Raises
+    UserError if the layer is missing or has other parts, and OtherEmbedding.
     """
     config = base or load_config(str(folder)).get_text_config()
     tensors = layer_tensors(folder, config)
     if base is None:
         check_compact(folder, embedding, tensors["eh_proj.weight"].dtype)
-    tensors.pop("embed_tokens.weight", None)  # a copy of the target's
-    stored: Any = tensors.pop(HEAD, None)
+    for copied in ("embed_tokens.weight", HEAD):  # of the target's
+        tensors.pop(copied, None)
     model = build_mtp(config)
     floating = {name for name, _ in model.named_parameters()}
     named = {LAYER + name: tensor for name, tensor in fused_experts(tensors).items()}
     cast = {k: v.to(embedding.dtype) if k in floating else v for k, v in named.items()}
-    cast["lm_head.weight"] = (stored if head is None else head).to(embedding.dtype)
+    cast["lm_head.weight"] = head.to(embedding.dtype)
     fill(model, cast | {"model.embed_tokens.weight": embedding}, folder)
     # rotary tables are not in the checkpoint, so they are computed
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
@@ -151,17 +206,14 @@ def fused_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def joined(layer: Any, embedded: Tensor, hidden: Tensor) -> Tensor:
-    """The layer's inputs [B, T, H], from the embeddings and the states [B, T, H].
-
-    The embedding of a text's first input is zero, because DeepSeek's and vLLM's code mask it.
-    """
+    """The layer's inputs [B, T, H], from the embeddings and the states [B, T, H]."""
     return layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], -1))
 
 
 def outputs(layer: Any, family: str, state: Tensor) -> tuple[Tensor, Tensor]:
     """The LM head's input and the next step's state, from the layer's output; each [B, T, H]."""
     normed = layer.shared_head.norm(state)
-    return normed, normed if NORMED[family] else state
+    return normed, normed if FAMILIES[family].normed else state
 
 
 class MtpDecoder(TransformersDecoder):
@@ -192,7 +244,7 @@ class MtpDecoder(TransformersDecoder):
         body: Any = self.model.base_model
         (layer,) = body.layers
         embedded = F.embedding(tokens, self.embedding)
-        if start == 0:
+        if start == 0 and not FAMILIES[self.config.model_type].first:
             embedded[:, 0] = 0
         inputs = joined(layer, embedded, hidden)
         state = self.run(body, start, cache, inputs_embeds=inputs).last_hidden_state

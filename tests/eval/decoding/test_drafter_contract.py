@@ -214,6 +214,7 @@ DRAFTERS = {
     "DFlash": (dflash, "any"),
     "MTP, DeepSeek": (lambda world: mtp(world, "deepseek_v3"), "any"),
     "MTP, GLM": (lambda world: mtp(world, "glm4_moe"), "any"),
+    "MTP, Qwen": (lambda world: mtp(world, "qwen3_next"), "any"),
     "n-gram": (lambda world: prompt_lookup(world.target), "some"),
     "n-gram, then by map": (first(by_map), "some"),
     "n-gram, then EAGLE-3": (first(eagle3), "some"),

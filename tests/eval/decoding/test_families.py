@@ -47,6 +47,18 @@ MLA = {
     "n_group": 1,
     "topk_group": 1,
 }
+HYBRID = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 PER_LAYER = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8}
 # by transformers' class, where it is not NAMEForCausalLM and NAMEConfig with the model's and the
 # configuration's as well: what its configuration has beside SHAPE
@@ -59,7 +71,9 @@ FAMILIES = {
     "Qwen2Moe": {**MIXTURE, "num_experts": 4, "shared_expert_intermediate_size": 16},
     "Qwen3": {"head_dim": 8},
     "Qwen3Moe": {**MIXTURE, "num_experts": 4, "head_dim": 8},
-    "Qwen3Next": {**MIXTURE, "num_experts": 4, "head_dim": 8},
+    "Qwen3Next": HYBRID,
+    "Qwen3_5 Qwen3_5TextConfig": HYBRID,
+    "Qwen3_5Moe Qwen3_5MoeTextConfig": HYBRID,
     "Gemma": {"head_dim": 8},
     "Gemma2": {**SLIDING, "head_dim": 8},
     "Gemma3 Gemma3TextConfig": {**ALTERNATING, "head_dim": 8},
@@ -199,6 +213,8 @@ def described(family):
         note = "window"
     if decoder and "attention_chunk_size" in FAMILIES[family]:
         note = "chunk"
+    if decoder and "linear_key_head_dim" in FAMILIES[family]:
+        note = "linear attention"
     return model.config.model_type, kind, note
 
 
@@ -274,7 +290,7 @@ def table():
         groups.setdefault(tuple(rest), []).append(f"`{name}`")
     order = sorted(groups, key=lambda group: (group[0] != "fused", group))
     rows = "".join(f"| {' | '.join(group)} | {', '.join(groups[group])} |\n" for group in order)
-    return f"""| decoder | attention window or chunk; reason of a refusal | `model_type` |
+    return f"""| decoder | attention beside full one; reason of a refusal | `model_type` |
 | --- | --- | --- |
 {rows}"""
 
