@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from align.errors import UserError
 from align.sources import load_config, opened_weights, weight_files
-from eval.decoding.drafters.compact import check_compact, fill
+from eval.decoding.drafters.compact import check_compact, fill, refuse_other_embedding
 from eval.decoding.drafters.drafter import on_target_ids
 from eval.decoding.drafters.eagle3 import Eagle3Drafter
 from eval.decoding.drafters.formats import DraftFormat
@@ -130,7 +130,7 @@ def place_of(name: str, config: PreTrainedConfig) -> tuple[int, str] | None:
     if match := re.fullmatch(r"mtp\.layers\.(\d+)\.(.*)", name):
         return int(match[1]), match[2]
     match = re.fullmatch(r"mtp\.(\w+)\.weight", name)
-    return (0, f"{PARTS[match[1]]}.weight") if match else None
+    return (0, f"{PARTS.get(match[1], match[1])}.weight") if match else None
 
 
 def stored_name(name: str, config: PreTrainedConfig) -> str:
@@ -171,14 +171,15 @@ def load_mtp(
     """The draft on the target's embedding and LM head [V, H], in the embedding's dtype.
 
     folder: a draft, or a checkpoint of the target; then `base`, its config, is the target's. Raises
-    UserError if the layer is missing or has other parts, and OtherEmbedding.
+    UserError if the layer is missing or has other parts or an embedding of its own, and
+    OtherEmbedding.
     """
     config = base or load_config(str(folder)).get_text_config()
     tensors = layer_tensors(folder, config)
     if base is None:
         check_compact(folder, embedding, tensors["eh_proj.weight"].dtype)
-    for copied in ("embed_tokens.weight", HEAD):  # of the target's
-        tensors.pop(copied, None)
+    refuse_other_embedding(folder, tensors.pop("embed_tokens.weight", None), embedding)
+    tensors.pop(HEAD, None)
     model = build_mtp(config)
     floating = {name for name, _ in model.named_parameters()}
     named = {LAYER + name: tensor for name, tensor in fused_experts(tensors).items()}

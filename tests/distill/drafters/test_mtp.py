@@ -200,6 +200,23 @@ def test_a_target_without_the_layer_is_refused(tmp_path):
         base_draft(target)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+def test_a_copy_of_the_embedding_is_accepted_and_another_one_is_refused(tmp_path, family):
+    save_target(tmp_path, family)
+    weights, target = weights_of(tmp_path), loaded(tmp_path)
+    name = (
+        "mtp.embed_tokens.weight"
+        if family == "qwen3_next"
+        else "model.layers.2.embed_tokens.weight"
+    )
+    copied = weights["model.embed_tokens.weight"].clone()
+    save_file(weights | {name: copied}, tmp_path / "model.safetensors")
+    base_draft(target)
+    save_file(weights | {name: copied + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="another input embedding"):
+        base_draft(target)
+
+
 def test_vllm_gets_the_target_with_the_tuned_layer(finished):
     recipe = finished("mtp")
     draft = recipe.folder / "draft"
