@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,16 @@ from distill.drafters.kind import Config, Draft, DraftKind, Origin
 from eval.decoding.drafters.compact import COMPACT
 from eval.decoding.drafters.mtp import (
     ARCHITECTURE,
-    FAMILIES,
     HEAD,
     LAYER,
+    NORMED,
     SERVED,
     joined,
     load_mtp,
     outputs,
     stored_name,
 )
+from eval.decoding.recurrent import HYBRID
 from eval.decoding.target import tensor_sha256
 
 STEPS = 3  # steps of a draft that are trained at once
@@ -42,7 +43,7 @@ BETA = 0.6  # weight of a step's loss over that of the step before
 
 
 class Mtp(DraftKind):
-    targets = tuple(FAMILIES)
+    targets = tuple(NORMED)
     trained = True
     # engines give the layer the target's whole LM head; its steps share a cache of keys and values
     unused = ("draft_vocab_size", "activation_checkpointing")
@@ -60,15 +61,16 @@ class Mtp(DraftKind):
     def save(self, folder: Path, draft: Draft, embedding: Tensor, target: str) -> None:
         config, source = load_config(target).get_text_config(), resolve_checkpoint(target)
         trained = {name for name, _ in draft.model.named_parameters()}
-        known = stored_names(source)
+        files = names_by_file(source)
         tensors = {}
         for name, tensor in draft.model.state_dict().items():
             stored = tensor.to(embedding.dtype) if name in trained else tensor
-            if name == "lm_head.weight" and not FAMILIES[config.model_type].mtp:
+            if name == "lm_head.weight" and config.model_type not in HYBRID:
                 tensors[stored_name(HEAD, config)] = stored
             elif name.startswith(LAYER):
                 place = stored_name(name.removeprefix(LAYER), config)
-                tensors |= {place: stored} if place in known else split_experts(place, stored)
+                whole = any(place in names for names in files.values())
+                tensors |= {place: stored} if whole else split_experts(place, stored)
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         config.architectures = [ARCHITECTURE]
@@ -77,7 +79,7 @@ class Mtp(DraftKind):
         about = {"format": COMPACT, "drafter": self.name}
         about["embedding_sha256"] = tensor_sha256(embedding)
         (folder / "compact.json").write_text(json.dumps(about, indent=2))
-        link_target(folder, source, tensors)
+        link_target(folder, source, files, tensors)
 
     def load(self, folder: Path, embedding: Tensor, head: Callable[[], Tensor]) -> Draft:
         return Draft(to_train(load_mtp(folder, embedding, head()), embedding))
@@ -110,7 +112,7 @@ def unrolled(
     body: Any = model.base_model
     (layer,) = body.layers
     embedded = body.embed_tokens(input_ids[:, 1:])
-    if not FAMILIES[model.config.model_type].first:
+    if model.config.model_type not in HYBRID:
         embedded = F.pad(embedded[:, 1:], (0, 0, 1, 0))
     hidden = states[:, :-1, 0].to(embedded.dtype)
     numbers = torch.arange(hidden.shape[1], device=hidden.device)
@@ -149,32 +151,37 @@ def split_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
     }
 
 
-def stored_names(folder: Path) -> set[str]:
-    """The names of all tensors of a checkpoint."""
-    names: set[str] = set()
-    for path in weight_files(folder):
+def names_by_file(checkpoint: Path) -> dict[Path, list[str]]:
+    """The names of the tensors in each file of a checkpoint."""
+    names = {}
+    for path in weight_files(checkpoint):
         with opened_weights(path) as file:
-            names.update(file.keys())
+            names[path] = list(file.keys())
     return names
 
 
-def link_target(folder: Path, target: Path, tensors: Mapping[str, Tensor]) -> None:
+def link_target(
+    folder: Path,
+    target: Path,
+    files: Mapping[Path, Sequence[str]],
+    tensors: Mapping[str, Tensor],
+) -> None:
     """Write `served/`: the target with the layer of this folder, for engines.
 
     The target's files are links, so nothing is copied. The names of `tensors` are in one more
     shard, which sorts last: vLLM reads all tensors of each shard, and keeps the last of a name.
+    files: the names in each of the target's files.
     """
     served, shard = folder / SERVED, "tuned-mtp.safetensors"
     served.mkdir()
     places: dict[str, str] = {}
     size = 0
-    for path in weight_files(target):
+    for path, names in files.items():
         # beside a file model.safetensors, no index is read
         link = path.name.replace("model.safetensors", "model-target.safetensors")
         (served / link).symlink_to(path.resolve())
         size += path.stat().st_size
-        with opened_weights(path) as file:
-            places |= dict.fromkeys(file.keys(), link)
+        places |= dict.fromkeys(names, link)
     for path in target.iterdir():
         if path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
             (served / path.name).symlink_to(path.resolve())

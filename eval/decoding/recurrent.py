@@ -21,7 +21,7 @@ from eval.decoding.forward import KVCache
 
 LINEAR = "linear_attention"  # in a config's layer_types
 # families whose decoder layers have `input_layernorm`, then `linear_attn`
-FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 # of a layer: that of its convolution [B, …], the recurrent one [B, …]
 States = tuple[Tensor, ...]
@@ -30,7 +30,7 @@ Shape = tuple[tuple[int, ...], torch.dtype]  # of a state: the shape without row
 
 def linear_layers(config: Any) -> list[int]:
     """The numbers of a config's layers that have states; none in other families."""
-    kinds = config.layer_types if config.model_type in FAMILIES else []
+    kinds = config.layer_types if config.model_type in HYBRID else []
     return [number for number, kind in enumerate(kinds) if kind == LINEAR]
 
 
@@ -45,9 +45,9 @@ def holding(states: States) -> LinearAttentionLayer:
     layer = LinearAttentionLayer()
     layer.conv_states[0], layer.recurrent_states[0] = states
     layer.conv_kernel_size[0] = states[0].shape[-1]
-    for known in (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized):
-        known[0] = True
-    layer.has_previous_state[0] = True  # zeros, where no token was read
+    # zeros, where no token was read
+    layer.is_conv_states_initialized[0] = layer.is_recurrent_states_initialized[0] = True
+    layer.has_previous_state[0] = True
     return layer
 
 
@@ -84,13 +84,13 @@ class StatefulCache(KVCache):
         self.begun = starts
 
     def _read_again(self, layers: Any, row: int, start: int) -> None:
-        known = self.begun[row] if 0 < self.begun[row] <= start else 0
+        first = self.begun[row] if 0 < self.begun[row] <= start else 0
         for number, after in self.after.items():
             states = tuple(held[row : row + 1] for held in after)
-            for mine, held in zip(states, self.before[number], strict=True):
-                mine.copy_(held[row : row + 1]) if known else mine.zero_()
-            if known < start:
-                layer, inputs = layers[number], self.keys[number][row, :, known:start]
+            for state, earlier in zip(states, self.before[number], strict=True):
+                state.copy_(earlier[row : row + 1]) if first else state.zero_()
+            if first < start:
+                layer, inputs = layers[number], self.keys[number][row, :, first:start]
                 cache = Cache(layers=[holding(states)] * (number + 1))
                 layer.linear_attn(layer.input_layernorm(inputs), cache_params=cache)
 

@@ -14,9 +14,15 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from align.errors import UserError
-from eval.decoding import recurrent
 from eval.decoding.forward import HiddenStates, KVCache, empty_cache, input_embedding
-from eval.decoding.recurrent import StatefulCache, holding, linear_layers, shapes_of, stateful
+from eval.decoding.recurrent import (
+    HYBRID,
+    StatefulCache,
+    holding,
+    linear_layers,
+    shapes_of,
+    stateful,
+)
 from eval.decoding.weights import in_fp32
 
 # Layer types that work with a cache of the whole text: windows and chunks are masks over it.
@@ -114,9 +120,9 @@ def refuse_states(config: Any, stateful: bool) -> None:
 
     stateful: whether the model's class declares a state.
     """
-    refused = f"A {config.model_type} model cannot be decoded here: "
-    if config.model_type in recurrent.FAMILIES:
+    if config.model_type in HYBRID:
         return
+    refused = f"A {config.model_type} model cannot be decoded here: "
     unknown = {*(getattr(config, "layer_types", None) or [])} - ATTENTION_KINDS
     if stateful or unknown:
         raise UserError(
@@ -234,14 +240,17 @@ class TransformersDecoder:
         with self._dtype():
             expected = self.model(input_ids=ids, use_cache=False).logits
         slots = _Slots(0, 2, half, self.device)
-        layers: list[Any] = [_SlotLayer(slots) for _ in range(self.config.num_hidden_layers)]
-        linear = {number: LinearAttentionLayer() for number in linear_layers(self.config)}
-        for number, layer in linear.items():
-            layers[number] = layer
+        linear = linear_layers(self.config)
+        layers: list[Any] = [
+            LinearAttentionLayer() if number in linear else _SlotLayer(slots)
+            for number in range(self.config.num_hidden_layers)
+        ]
         self._run(self.model, layers, slots, input_ids=ids[:, :half])
-        self.states = {number: shapes_of(layer) for number, layer in linear.items()}
+        self.states = {number: shapes_of(layers[number]) for number in linear}
         for number in linear:  # the cache has the inputs of these layers as keys
-            layers[number] = _SlotLayer(slots, torch.empty(2, 1, 0, self.embedding.shape[1]))
+            layers[number] = _SlotLayer(
+                slots, self.embedding.new_empty(2, 1, 0, self.embedding.shape[1])
+            )
         self.shapes = [
             # a layer that reads the keys and values of another layer has none
             [(0, 0) if held is None else (held.shape[1], held.shape[3]) for held in tensors]

@@ -54,8 +54,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
     "mtp": {"method": "mtp"},  # the target's multi-token prediction head
 }
-# Variables of servers on a CPU, unless the user sets them: GiB of KV cache; with numba's other
-# threads beside its own, vLLM computes n-gram speculation at half the speed.
+# Variables of servers on a CPU, unless the user sets them: GiB of KV cache; numba's default threads
+# compete with vLLM's for the cores, and halve the speed of n-gram speculation.
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "NUMBA_THREADING_LAYER": "workqueue"}
 # If a draft's path contains one of these, vLLM 0.32 ignores the configured method.
 MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")

@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from eval.decoding.drafters.drafter import on_target_ids
 from eval.decoding.drafters.eagle3 import Eagle3Drafter
 from eval.decoding.drafters.formats import DraftFormat
 from eval.decoding.forward import HiddenStates, KVCache
+from eval.decoding.recurrent import HYBRID
 from eval.decoding.target import Target
 from eval.decoding.transformers_forward import TransformersDecoder
 
@@ -41,29 +42,15 @@ LAYER = "model.layers.0."  # the names of the layer here
 HEAD = "shared_head.head.weight"  # a checkpoint's copy of the target's LM head
 FULL = ["full_attention"]
 EXPERT = re.compile(r"(.*mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-
-
-class Family(NamedTuple):
-    """How the layers of a family are computed (as in vLLM 0.32) and stored.
-
-    normed: a later step of a draft reads the layer's output after its last norm. first: the first
-    input of a text has an embedding; in DeepSeek's and GLM's code it is zero. mtp: the tensors are
-    stored as `mtp`.
-    """
-
-    normed: bool
-    first: bool = False
-    mtp: bool = False
-
-
-QWEN = Family(normed=True, first=True, mtp=True)
-FAMILIES = {"deepseek_v3": Family(normed=True), "glm4_moe": Family(normed=False)}
-FAMILIES |= dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), QWEN)
-PARTS = {  # of `mtp`, and their names here
-    "fc": "eh_proj",
-    "pre_fc_norm_embedding": "enorm",
-    "pre_fc_norm_hidden": "hnorm",
-    "norm": "shared_head.norm",
+# Whether a later step of a draft reads the layer's output after its last norm, as vLLM 0.32
+# computes it. The families in HYBRID store the layer as `mtp`, and the first input of a text has an
+# embedding; in the other two it is zero.
+NORMED = {"deepseek_v3": True, "glm4_moe": False} | dict.fromkeys(HYBRID, True)
+PARTS = {  # tensors of `mtp` and their names here
+    "mtp.fc.weight": "eh_proj.weight",
+    "mtp.pre_fc_norm_embedding.weight": "enorm.weight",
+    "mtp.pre_fc_norm_hidden.weight": "hnorm.weight",
+    "mtp.norm.weight": "shared_head.norm.weight",
 }
 
 
@@ -96,50 +83,47 @@ def layer_tensors(folder: Path, config: PreTrainedConfig) -> dict[str, Tensor]:
 
     config: of the target. Raises UserError if it has none, or several layers.
     """
-    found, layers = {}, set()
+    tensors, layers = {}, set()
     for path in weight_files(folder):
         with opened_weights(path) as file:
             for name in file.keys():  # noqa: SIM118
                 if place := place_of(name, config):
                     layers.add(place[0])
-                    found[place[1]] = file.get_tensor(name)
+                    tensors[place[1]] = file.get_tensor(name)
     if len(layers) != 1:
         raise UserError(
             f"{folder} has {len(layers)} layers for multi-token prediction ({prefix_of(config)}), "
             "but drafter mtp tunes exactly one. Fine-tuning drops it: copy it and its entries in "
             "the index from the base model."
         )
-    return found
+    return tensors
 
 
 def prefix_of(config: PreTrainedConfig) -> str:
     """The beginning of the layer's names in a checkpoint. config: of the target."""
-    mtp = FAMILIES[config.model_type].mtp
-    return "mtp.layers.0." if mtp else f"model.layers.{config.num_hidden_layers}."
+    hybrid = config.model_type in HYBRID
+    return "mtp.layers.0." if hybrid else f"model.layers.{config.num_hidden_layers}."
 
 
 def place_of(name: str, config: PreTrainedConfig) -> tuple[int, str] | None:
-    """The number of a checkpoint's layer and the tensor's name in it here; None if it is no part.
+    """The number of a checkpoint's layer, and the tensor's name in it here.
 
-    config: of the target.
+    None for a tensor that is not of the layer. config: of the target.
     """
-    if not FAMILIES[config.model_type].mtp:
-        match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
-        later = match and int(match[1]) >= config.num_hidden_layers
-        return (int(match[1]), match[2]) if match and later else None
-    if match := re.fullmatch(r"mtp\.layers\.(\d+)\.(.*)", name):
+    hybrid = config.model_type in HYBRID
+    match = re.fullmatch(rf"{'mtp' if hybrid else 'model'}\.layers\.(\d+)\.(.*)", name)
+    if match and (hybrid or int(match[1]) >= config.num_hidden_layers):
         return int(match[1]), match[2]
-    match = re.fullmatch(r"mtp\.(\w+)\.weight", name)
-    return (0, f"{PARTS.get(match[1], match[1])}.weight") if match else None
+    if hybrid and name.startswith("mtp."):
+        return 0, PARTS.get(name, name.removeprefix("mtp."))
+    return None
 
 
 def stored_name(name: str, config: PreTrainedConfig) -> str:
     """The inverse of `place_of`."""
-    if FAMILIES[config.model_type].mtp:
-        for stored, part in PARTS.items():
-            if name == f"{part}.weight":
-                return f"mtp.{stored}.weight"
-    return prefix_of(config) + name
+    parts = PARTS if config.model_type in HYBRID else {}
+    stored = {part: place for place, part in parts.items()}
+    return stored.get(name, prefix_of(config) + name)
 
 
 def build_mtp(target: PreTrainedConfig) -> Any:
@@ -150,7 +134,7 @@ def build_mtp(target: PreTrainedConfig) -> Any:
     """
     config: Any = copy.deepcopy(target)
     config.num_hidden_layers, config.first_k_dense_replace = 1, 0  # the layer has experts
-    if FAMILIES[config.model_type].mtp:
+    if config.model_type in HYBRID:
         config.layer_types, config.mlp_only_layers, config.decoder_sparse_step = FULL, [], 1
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
@@ -214,7 +198,7 @@ def joined(layer: Any, embedded: Tensor, hidden: Tensor) -> Tensor:
 def outputs(layer: Any, family: str, state: Tensor) -> tuple[Tensor, Tensor]:
     """The LM head's input and the next step's state, from the layer's output; each [B, T, H]."""
     normed = layer.shared_head.norm(state)
-    return normed, normed if FAMILIES[family].normed else state
+    return normed, normed if NORMED[family] else state
 
 
 class MtpDecoder(TransformersDecoder):
@@ -245,7 +229,7 @@ class MtpDecoder(TransformersDecoder):
         body: Any = self.model.base_model
         (layer,) = body.layers
         embedded = F.embedding(tokens, self.embedding)
-        if start == 0 and not FAMILIES[self.config.model_type].first:
+        if start == 0 and self.config.model_type not in HYBRID:
             embedded[:, 0] = 0
         inputs = joined(layer, embedded, hidden)
         state = self.run(body, start, cache, inputs_embeds=inputs).last_hidden_state
