@@ -130,7 +130,7 @@ def _generate(
     longest = len(prompts[0])
     cache = target.new_cache(rows, longest + SLACK)
     prefilled = target.new_cache(1 if longest > PIECE else PREFILL_ROWS, longest)
-    waiting: list[int] = []  # prompts in the rows of `prefilled`; the last one is taken first
+    waiting: list[int] = []  # prompts in the rows of `prefilled`
     in_prompts: dict[int, list[tuple[Tensor, ...]]] = {}  # what was captured of these prompts
     in_heads: dict[int, list[Tensor]] = {}  # hidden states of these prompts
     # by row: the output, the next token to read and its position; without an output, position 0
@@ -144,7 +144,9 @@ def _generate(
     def admit(row: int) -> Generated | None:
         """Give the row the next prompt, cached except its last token; None if no prompt is left."""
         if not waiting and queue:
-            waiting[:] = queue.pop(0)
+            # the last one is taken first: a row's next prompt is never longer than its former one,
+            # so it fits into a cache that has shrunk meanwhile
+            waiting[:] = queue.pop(0)[::-1]
             width = max(len(prompts[i]) for i in waiting) - 1
             if width > 0:
                 # the padding of a head is overwritten before any step reads it

@@ -60,6 +60,18 @@ def test_answers_in_batches_of_any_size_are_those_of_single_rows(target, rows, s
         assert [int(best) for (best,) in answers[index].captured] == answers[index].tokens
 
 
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 4])
+def test_prompts_of_any_lengths_take_a_row_one_after_the_other(tiny, forwards, batch_size):
+    """Lengths differ by more than the cache's free slots, so the cache shrinks meanwhile."""
+    target, prompt = build_decoder(tiny(0), 256), Prompt("p", prompt="unused")
+    few = replace(GREEDY, max_new_tokens=4)
+    rows = [[3 * i % VOCAB for i in range(length)] for length in (200, 5, 150, 100, 1, 90)]
+    made = generate_batched(target, rows, few, batch_size, [0] * len(rows))
+    answers = {answer.index: answer.tokens for answer in made}
+    for index, ids in enumerate(rows):
+        assert answers[index] == decode(target, None, prompt, ids, few).tokens
+
+
 def test_sampled_answers_do_not_depend_on_those_beside_them(target, rows):
     how = Decoding(Sampling(0.8), NEVER, 12)
 
