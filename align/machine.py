@@ -26,6 +26,7 @@ T = TypeVar("T")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _KEPT = 2**28  # bytes of freed memory that malloc keeps
 _OTHER_LAUNCHES = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")  # accelerate's, refused here
+_HOST = torch.device("cpu")
 _GLIBC = platform.libc_ver()[0] == "glibc"
 _host_groups: list[Any] = []  # one gloo group of all processes, if a run has several
 
@@ -146,8 +147,10 @@ def free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def memory_left() -> int:
-    """Bytes that this process may still take from the machine and from its control group."""
+def memory_left(device: torch.device = _HOST) -> int:
+    """Bytes that this process may still take: of a GPU, or of the machine and its control group."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     free: int = psutil.virtual_memory().available
     limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
     if limit.isdecimal() and used.isdecimal():
@@ -163,7 +166,7 @@ def machine_lines(memory: int, disk: int, folder: Path, on_gpu: bool) -> list[st
     place, left = "memory", memory_left()
     if on_gpu and torch.cuda.is_available():
         about += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-        place, left = "memory of a GPU", torch.cuda.mem_get_info()[0]
+        place, left = "memory of a GPU", memory_left(torch.device("cuda"))
     free = {place: left, f"disk of {nearest}": shutil.disk_usage(nearest).free}
     lines = [about]
     for (resource, size), needed in zip(free.items(), (memory, disk), strict=True):

@@ -49,7 +49,6 @@ def build_decoder(
     context_length: int,
     embedding: Tensor | None = None,
     int8: bool = False,
-    fp32: bool = False,
 ) -> Decoder:
     """The fastest decoder for this model.
 
@@ -57,8 +56,8 @@ def build_decoder(
     views. context_length: the most positions of a row (prompt and output). embedding: a tensor
     that equals the model's input embedding and is read instead (a pruned draft reads its target's).
     int8: for drafts only, because the logits change: the fused forward copies layers and head in
-    int8 where a kernel fits their shapes. fp32: computes in fp32, converting the weights piece by
-    piece. Raises UserError for a context that is too long, and for a model that cannot be decoded.
+    int8 where a kernel fits their shapes. Raises UserError for a context that is too long, and for
+    a model that cannot be decoded.
     """
     config = model.config.get_text_config()
     longest = longest_context(config)
@@ -69,18 +68,15 @@ def build_decoder(
             "prompts."
         )
     if _is_fusible(model):
-        fused = FusedDecoder(model, context_length, embedding, int8, fp32)
-        # an fp32 check spends its time on converting weights, so graphs would not speed it up
-        if fp32 or not on_one_gpu(fused):
-            return fused
-        return GraphedDecoder(fused, CudaGraphs(fused.device))
+        fused = FusedDecoder(model, context_length, embedding, int8)
+        return GraphedDecoder(fused, CudaGraphs(fused.device)) if on_one_gpu(fused) else fused
     if len(places := {str(p.device) for p in model.parameters()}) > 1:
         raise UserError(
             f"The layers of a {config.model_type} model are on {', '.join(sorted(places))}, but "
             f"only models of {', '.join(FUSED_FAMILIES)} can be spread over devices. Load the "
             "model on one device, or let a server compute it (answers: server)."
         )
-    return TransformersDecoder(model, context_length, fp32)
+    return TransformersDecoder(model, context_length)
 
 
 def on_one_gpu(fused: FusedDecoder) -> bool:

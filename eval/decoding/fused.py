@@ -82,14 +82,13 @@ class FusedDecoder:
         context_length: int,
         embedding: Tensor | None = None,
         int8: bool = False,
-        fp32: bool = False,
     ) -> None:
         config: Any = model.config
         body: Any = model.model
         self.context_length = context_length
         self.embedding = body.embed_tokens.weight.detach() if embedding is None else embedding
         self.device = self.embedding.device
-        self.dtype = torch.float32 if fp32 else self.embedding.dtype
+        self.dtype = self.embedding.dtype
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
         self.group = self.heads // self.key_heads
         self.eps = config.rms_norm_eps
@@ -158,7 +157,7 @@ class FusedDecoder:
             return cos.to(kind.device), torch.zeros_like(cos, device=kind.device)
         positions = torch.arange(self.context_length, device=self.device)[None]
         layer_type = () if kind.rotary is None else (kind.rotary,)
-        cos, sin = body.rotary_emb(self.embedding[:1, :1].to(self.dtype), positions, *layer_type)
+        cos, sin = body.rotary_emb(self.embedding[:1, :1], positions, *layer_type)
         half = self.head_size // 2
         # rotate_half(x) * sin == roll(x) * signed sin, which saves one copy per layer
         sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
@@ -215,7 +214,7 @@ class FusedDecoder:
         is valid for other tokens and another start.
         """
         rows, width = tokens.shape
-        x = F.embedding(tokens, self.embedding).to(self.dtype)
+        x = F.embedding(tokens, self.embedding)
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
 

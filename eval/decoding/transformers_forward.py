@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from eval.decoding.recurrent import (
     shapes_of,
     stateful,
 )
-from eval.decoding.weights import in_fp32
 
 # Layer types that work with a cache of the whole text: windows and chunks are masks over it.
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -146,14 +145,14 @@ class TransformersDecoder:
 
     recorded = False
 
-    def __init__(self, model: PreTrainedModel, context_length: int, fp32: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, context_length: int) -> None:
         config: Any = model.config.get_text_config()
         refuse_states(config, model._is_stateful)
         refused = f"A {config.model_type} model cannot be decoded here: "
         self.model, self.config = model, config
         self.embedding = input_embedding(model)
         self.device = self.embedding.device
-        self.dtype = torch.float32 if fp32 else self.embedding.dtype
+        self.dtype = self.embedding.dtype
         self.context_length = context_length
         parameters = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in parameters  # else the model counts from the cache
@@ -207,29 +206,36 @@ class TransformersDecoder:
         read = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
         rows, width = read.shape[:2]
         slots = _Slots(start, rows, width, self.device)
+        self._refuse_one_scale(slots)
         layers: list[Any]
         layers = [_SlotLayer(slots, k, v) for k, v in zip(cache.keys, cache.values, strict=True)]
         if not isinstance(cache, StatefulCache):
             return self._run(model, layers, slots, **inputs)
         starts = start.tolist() if isinstance(start, Tensor) else [start] * rows
-        with self._dtype():
-            cache.go_to(self.model.base_model.layers, starts)
+        cache.go_to(self.model.base_model.layers, starts)
         for number, states in cache.after.items():
             layers[number] = holding(states)
         output = self._run(model, layers, slots, **inputs | {"output_hidden_states": True})
         cache.keep(slots.positions, output.hidden_states)
         return output
 
+    def _refuse_one_scale(self, slots: _Slots) -> None:
+        """Raise UserError if rows would get the attention scale of the longest one (Llama 4)."""
+        if self.config.model_type != "llama4_text" or not self.config.attn_temperature_tuning:
+            return
+        unscaled = self.config.floor_scale  # tokens
+        if slots.length >= unscaled and len(slots.positions[:, 0].unique()) > 1:
+            raise UserError(
+                f"Texts of a llama4_text model cannot be decoded together above {unscaled} tokens; "
+                "shorten the prompts, or lower answer_batch_size to 1."
+            )
+
     def _run(self, model: Any, layers: Any, slots: _Slots, **inputs: Any) -> Any:
         positions = {"position_ids": slots.positions} if self.takes_positions else {}
-        with self._dtype(), _masks_by_row(slots):
+        with _masks_by_row(slots):
             return model(
                 past_key_values=Cache(layers=layers), use_cache=True, **positions, **inputs
             )
-
-    def _dtype(self) -> AbstractContextManager[None]:
-        """A context in which the model computes in this decoder's dtype."""
-        return in_fp32(self.model) if self.dtype != self.embedding.dtype else nullcontext()
 
     @torch.inference_mode()
     def _probe(self) -> float:
@@ -237,8 +243,7 @@ class TransformersDecoder:
         half = PROBE_LENGTH // 2
         ids = torch.arange(1, 2 * PROBE_LENGTH + 1, device=self.device).view(2, PROBE_LENGTH)
         ids = ids % self.embedding.shape[0]
-        with self._dtype():
-            expected = self.model(input_ids=ids, use_cache=False).logits
+        expected = self.model(input_ids=ids, use_cache=False).logits
         slots = _Slots(0, 2, half, self.device)
         linear = linear_layers(self.config)
         layers: list[Any] = [

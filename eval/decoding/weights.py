@@ -9,14 +9,12 @@ import ctypes
 import itertools
 import mmap
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from eval.decoding import cpu_bits
 
@@ -82,8 +80,6 @@ class Product(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         """F.linear of x [B, T, I], in the dtype of x. With int8, the bits depend on B and T."""
         if isinstance(self.weight, Tensor):
-            if x.dtype != self.weight.dtype:
-                return fp32_linear(x, self.weight, self.bias)
             return cpu_bits.linear(x, self.weight, self.bias)
         values, scales = self.weight
         if not 0 < x.shape[0] * x.shape[1] <= INT8_ROWS:
@@ -141,68 +137,3 @@ def _unload(weights: Sequence[Tensor]) -> None:
         end = (weight.data_ptr() + weight.nbytes) // page * page
         if any(first <= begin < end <= last for first, last in files):
             libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_DONTNEED)
-
-
-def fp32_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear in fp32 with a weight [O, I] in bf16 or fp16, converted a few rows at a time.
-
-    All pieces use one buffer. Otherwise outputs would fill the holes of freed pieces, and each new
-    piece would take more memory.
-    """
-    pieces = _pieces(weight)
-    buffer = torch.empty(pieces[0].shape, dtype=torch.float32, device=weight.device)
-    y = torch.cat([F.linear(x, buffer[: len(rows)].copy_(rows)) for rows in pieces], -1)
-    return y if bias is None else y + bias.float()
-
-
-def _widened(tensors: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: t.float() if t is not None and t.is_floating_point() else t
-        for name, t in tensors.items()
-    }
-
-
-class _Fp32Products(TorchFunctionMode):
-    """In this context, F.linear accepts fp32 inputs with a weight of another dtype."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and args[0].dtype != args[1].dtype:
-            return fp32_linear(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def in_fp32(model: nn.Module) -> Iterator[None]:
-    """In this context, the model computes in fp32: each module's weights are converted on use.
-
-    A linear layer's weight is converted a few rows at a time, of an embedding only the rows that
-    are read, and other weights (norms, experts) at once. Afterwards the model is unchanged.
-    """
-    saved: dict[nn.Module, dict[str, Any]] = {}
-
-    def widen(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        saved[module] = dict(module.__dict__)
-        parameters = dict(module._parameters)
-        if isinstance(module, nn.Embedding):
-            read, places = args[0].unique(return_inverse=True)
-            parameters["weight"], args = module.weight[read], (places, *args[1:])
-            module.padding_idx = None  # inference ignores it, and it may be out of range now
-        module._parameters, module._buffers = _widened(parameters), _widened(module._buffers)
-        return args
-
-    def put_back(module: nn.Module, *_: Any) -> None:
-        module.__dict__.update(saved.pop(module))
-
-    hooks = []
-    for module in model.modules():
-        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        narrow = any(t.is_floating_point() and t.dtype != torch.float32 for t in tensors)
-        if narrow and type(module) is not nn.Linear:
-            hooks.append(module.register_forward_pre_hook(widen))
-            hooks.append(module.register_forward_hook(put_back, always_call=True))
-    try:
-        with _Fp32Products():
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -7,7 +7,9 @@ Legend: V the target's vocabulary.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from align.machine import memory_left
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.drafter import Drafter
@@ -32,6 +35,7 @@ from eval.prompts import Prompt, PromptSet
 WIDEST_TIE = {torch.bfloat16: 1.0, torch.float16: 0.25, torch.float32: 0.01}  # logits (nats)
 TIES_AT_ONCE = 8  # prompts whose fp32 outputs are generated together
 DIVERGES_IN_FP32: dict[str, Any] = {"tie": False, "why": "the outputs diverge in fp32, too"}
+NOT_IN_FP32 = {"why": "not compared in fp32: the memory is too small for a copy of the target"}
 
 
 def tie(
@@ -79,8 +83,9 @@ class LosslessCheck:
     """Compares greedy outputs with and without a draft; only the first divergence is explained.
 
     A divergence is a near-tie if `tie` is true of the logits of both runs at its position, computed
-    by repeating each run's forwards, and if the prompt's outputs are equal in fp32. Outputs of
-    recorded forwards (graphs.py) are also compared with a forward that is not recorded.
+    by repeating each run's forwards, and if the prompt's outputs are equal in fp32 (where the
+    memory holds an fp32 copy of the target; else the entry's `why` says so). Outputs of recorded
+    forwards (graphs.py) are also compared with a forward that is not recorded.
     """
 
     def __init__(
@@ -92,9 +97,22 @@ class LosslessCheck:
         self.refuted: dict[tuple[Any, ...], dict[str, Any] | None] = {}  # by prompt id and run
 
     @cached_property
+    def fits_in_fp32(self) -> bool:
+        """Whether the target is in fp32, or the memory holds a copy of it in fp32."""
+        needed = Counter[torch.device]()
+        for weight in self.target.model.parameters():
+            needed[weight.device] += 5 * weight.numel()  # 4 bytes, and 1 for the caches
+        return self.target.model.dtype == torch.float32 or all(
+            memory_left(device) >= size for device, size in needed.items()
+        )
+
+    @cached_property
     def exact(self) -> Decoder:
-        """The target's fp32 decoder, which shares the target's weights."""
-        return build_decoder(self.target.model, self.target.decoder.context_length, fp32=True)
+        """The decoder of the target in fp32, of a copy unless the target is in fp32."""
+        model = self.target.model
+        if model.dtype != torch.float32:
+            model = copy.deepcopy(model).float()
+        return build_decoder(model, self.target.decoder.context_length)
 
     def ledger(
         self,
@@ -127,7 +145,9 @@ class LosslessCheck:
                 wide = self._logits_at(position, ids, run, draft_length)
                 tokens = base.tokens[position], run.tokens[position]
                 entry |= tie(single, wide, *tokens, self.target.decoder.dtype)
-            if entry["tie"]:
+            if entry["tie"] and not self.fits_in_fp32:
+                entry |= NOT_IN_FP32
+            elif entry["tie"]:
                 near.append((prompt, ids, entry))
             entries.append(entry)
         for number, (prompt, ids, entry) in enumerate(

@@ -23,7 +23,7 @@ class Divergence(Part):
         description="between two forwards' logits there (for a server: over the output)"
     )
     tie: bool
-    why: str = Field("", description="why it is a mismatch, where gap and error do not say so")
+    why: str = Field("", description="what the gap and the error do not say")
 
 
 class Ledger(Part):

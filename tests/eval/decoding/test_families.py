@@ -283,6 +283,22 @@ def test_a_window_may_hide_whole_blocks_of_slots(dtype):
         torch.testing.assert_close(got, want, atol=tolerance[0], rtol=tolerance[1])
 
 
+def test_rows_of_llama_4_share_an_attention_scale_or_are_refused():
+    """Seen by rounding alone: the trial of a few tokens is below the first change of the scale."""
+    shape = SHAPE | FAMILIES["Llama4 Llama4TextConfig"] | {"floor_scale": 16, "attn_scale": 1.0}
+    torch.manual_seed(0)
+    config = transformers.Llama4TextConfig(**shape)
+    model = transformers.Llama4ForCausalLM(config).eval()
+    decoder, text = build_decoder(model, CONTEXT), texts()
+    cache = decoder.new_cache(2, CONTEXT)
+    parts = [(text[:, :30], 0), (text[:, 30:], torch.tensor([30, 30]))]
+    got = torch.cat([decoder.forward(*part, cache) for part in parts], 1)
+    torch.testing.assert_close(got, plain(model), atol=2e-5, rtol=1e-4)
+    decoder.forward(text[:, 5:10], torch.tensor([5, 9]), cache)
+    with pytest.raises(ValueError, match="above 16 tokens"):
+        decoder.forward(text[:, 5:10], torch.tensor([5, 14]), cache)
+
+
 def table():
     groups = {}
     for family in FAMILIES:

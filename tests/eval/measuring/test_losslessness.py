@@ -1,16 +1,20 @@
 """Greedy texts compared, on tiny models whose answers are known."""
 
+import copy
 import dataclasses
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, OPTConfig
 
 from eval.decoding.build import build_decoder
 from eval.decoding.loop import decode
+from eval.decoding.target import Target
 from eval.measuring import losslessness
 from eval.measuring.losslessness import LosslessCheck, tie
 from eval.measuring.output_check import Ledger
-from tests.eval.measuring.made_up import GREEDY, IDS, PROMPTS, SET, VOCAB, baselines
+from tests.eval.measuring.made_up import GREEDY, IDS, NEVER, PROMPTS, SET, VOCAB, baselines
+from tests.mtp import mtp_config
 
 LENGTH = 3
 
@@ -78,6 +82,43 @@ def test_a_tie_is_explained_only_when_fp32_agrees(target, own):
     found = LosslessCheck(tied, GREEDY, str)
     found.exact = Duplicated(target.decoder, 1e-3)
     assert Ledger(**found.ledger(own, LENGTH, SET, base, runs)).unexplained == 1
+
+
+def test_a_near_tie_says_that_the_memory_is_too_small_for_fp32(target, own, monkeypatch):
+    monkeypatch.setattr(losslessness, "memory_left", lambda device: 10_000)
+    tied = dataclasses.replace(
+        target,
+        model=copy.deepcopy(target.model).bfloat16(),
+        decoder=Duplicated(target.decoder, 1e-3),
+    )
+    base = baselines(tied)
+    runs = [dataclasses.replace(changed(base[0], 5), drafted=[1] * 19), *base[1:]]
+    found = check(tied, runs, own)
+    assert (found.tie_divergences, found.unexplained) == (1, 0)
+    assert found.divergences[0].why == losslessness.NOT_IN_FP32["why"]
+
+
+OPT = {"vocab_size": 61, "hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 2}
+OPT |= {"num_attention_heads": 4, "ffn_dim": 48}
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "qwen3_next", "qwen3_5_text"])
+def test_near_ties_are_checked_by_a_copy_that_computes_in_fp32(tiny, family):
+    """Modules that read the weights of others (a convolution of linear attention) do so, too."""
+    if family == "llama":
+        model = copy.deepcopy(tiny(0)).bfloat16()
+    else:
+        config = OPTConfig(**OPT) if family == "opt" else mtp_config(family)
+        model = AutoModelForCausalLM.from_config(config).eval().bfloat16()
+    target = Target("tiny", model, None, build_decoder(model, 40), NEVER)
+    exact = LosslessCheck(target, GREEDY, str).exact
+    text = torch.randint(4, VOCAB, (1, 30))
+    got = exact.forward(text, 0, exact.new_cache(1, 30))
+    with torch.no_grad():
+        want = copy.deepcopy(model).float()(text, use_cache=False).logits
+    assert exact.dtype == got.dtype == torch.float32
+    assert ((got - want).norm() / want.norm()) < 1e-5
+    assert model.dtype == target.decoder.dtype == torch.bfloat16
 
 
 def test_ties_that_time_does_not_check_are_left_out(target, own, monkeypatch):
