@@ -20,13 +20,23 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from itertools import permutations
 from time import time
 from typing import Any
 
 from align.errors import UserError
 from align.files import atomic_file
-from eval.engines.counters import LINE, growth, read_prometheus, read_series, total
+from eval.engines.counters import (
+    LINE,
+    PREFIXES,
+    SEVERAL,
+    STARTED,
+    CountersError,
+    continues,
+    growth,
+    read_prometheus,
+    read_series,
+    total,
+)
 from eval.engines.server import Server, ServerError
 from eval.measuring.runs import Speculation
 from eval.monitoring import write_monitoring
@@ -59,6 +69,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     files = "write Prometheus' alerts.yaml and Grafana's dashboard.json to this folder"
     source.add_argument("--monitoring", type=Path, metavar="FOLDER", help=files)
     add("--selector", default="", help="of the servers in Prometheus, as '{job=\"vllm\"}'")
+    of_prefix = "of the counters' names in Prometheus; default: as found, for --monitoring vllm:"
+    add("--prefix", choices=PREFIXES, help=of_prefix)
     add("--hours", type=int, default=1, help="window in Prometheus; default: %(default)s")
     since = "an earlier reading: only later counts are compared. It is updated, or created"
     add("--since", type=Path, metavar="FILE", help=since)
@@ -86,7 +98,8 @@ def _from_prometheus(args: argparse.Namespace) -> tuple[Speculation | None, str,
             raise ReportError(f"{args.since} holds no time; delete the file to start anew.")
         since = int(earlier)
     window = f"{max(until - since, 1)}s"
-    series = read_prometheus(args.prometheus, window, args.selector, until)
+    prefixes = [args.prefix] if args.prefix else PREFIXES
+    series = read_prometheus(args.prometheus, window, args.selector, until, prefixes)
     return total(series), f"{until}\n", f"{since}\n"
 
 
@@ -98,9 +111,15 @@ def _from_metrics(args: argparse.Namespace) -> tuple[Speculation | None, str, st
     else:
         pages = [_read(Path(args.metrics))]
     readings = [read_series(page) for page in pages]
-    for one, other in permutations(readings, 2):
-        growth(one, other)  # raises CountersError if several processes answer
+    if not all(map(continues, readings, readings[1:])):
+        raise CountersError(SEVERAL)
     series = readings[-1]
+    if total(series) and args.since and is_server and STARTED not in series:
+        raise CountersError(
+            f"{address} does not name its process (no process_start_time_seconds, as with data "
+            "parallelism), so nothing shows that the earlier reading is of the same one. Give "
+            "--prometheus, or leave out --since."
+        )
     if total(series) and args.since and (args.since.exists() or not is_server):
         earlier = read_series(_read(args.since))
         if total(earlier) is None:
@@ -139,12 +158,20 @@ def check_traffic(promised: Sequence[Estimate], args: argparse.Namespace) -> dic
     elif lacking is None:
         reason = "nothing was drafted."
     elif lacking == math.inf:
-        reason = f"{unclear}; more drafts cannot decide this, but a report of 100 prompts may."
+        report = "of 100 prompts"
+        if any(difference.report.behind_end >= MARGIN for difference in differences):
+            report = "of --engine vllm, which counts behind the end of short outputs as this does,"
+        reason = f"{unclear}; more drafts cannot decide this, but a report {report} may."
     elif lacking:
         reason = f"{unclear}; about {lacking:,.0f} more drafts are needed."
     else:
         status = AS_MEASURED
         reason = f"no position differs by {MARGIN:g} or more."
+    if 0 < len(differences) < len(promised):
+        reason += (
+            f" Only position 1 is compared, because {counts.drafted / counts.drafts:.2f} tokens "
+            f"per draft were drafted instead of {len(promised)} (a high load, or a grammar)."
+        )
     return {
         "verdict": VERDICTS[status],
         "exit_status": status,
@@ -155,6 +182,7 @@ def check_traffic(promised: Sequence[Estimate], args: argparse.Namespace) -> dic
             {
                 "position": difference.position,
                 "report": difference.report.mean,
+                "report_highest": difference.highest,
                 "traffic": difference.traffic.mean,
                 "difference": difference.mean,
                 "half_width95": difference.chance(0.05),
@@ -167,11 +195,13 @@ def check_traffic(promised: Sequence[Estimate], args: argparse.Namespace) -> dic
 
 def _as_text(result: dict[str, Any]) -> str:
     """The result for a reader."""
-    line = (
-        "position {position:<3} report {report:.3f}   traffic {traffic:.3f}   "
-        "{difference:+.3f} ± {half_width95:.3f}   {verdict}\n"
-    )
-    lines = "".join(line.format(**place) for place in result["positions"])
+    lines = ""
+    for place in result["positions"]:
+        to = " to {report_highest:.3f}" if place["report_highest"] > place["report"] else ""
+        lines += (
+            f"position {{position:<3}} report {{report:.3f}}{to}   traffic {{traffic:.3f}}   "
+            "{difference:+.3f} ± {half_width95:.3f}   {verdict}\n"
+        ).format(**place)
     drafts = "{report:,.0f} and {traffic:,.0f} drafts".format(**result["drafts"])
     return (
         f"{lines}\n{result['verdict']} ({drafts}): {result['reason']}\n"
@@ -192,7 +222,8 @@ def main(argv: list[str]) -> int:
         promised = measured_acceptance(report, report.drafts[name], *asked)
         if args.monitoring:
             title = f"{name} on {report.target_named}"
-            write_monitoring(args.monitoring, title, promised, args.selector, args.hours)
+            written = args.monitoring, title, promised, args.selector, args.hours
+            write_monitoring(*written, args.prefix or PREFIXES[0])
             return AS_MEASURED
         result = check_traffic(promised, args)
         result["assumed"] = f"{measured_in(report)}, temperature {report.decoding.temperature:g}"

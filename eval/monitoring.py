@@ -7,24 +7,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 
 from align.files import atomic_file, write_json
-from eval.engines.counters import counter, increase
+from eval.engines.counters import counter
+from eval.engines.counters import increase as growth_of
 from eval.reporting.traffic import FULL_LENGTH, REMEDY, Estimate, compare
 
 
 def write_monitoring(
-    folder: Path, title: str, report: Sequence[Estimate], selector: str, hours: int
+    folder: Path, title: str, report: Sequence[Estimate], selector: str, hours: int, prefix: str
 ) -> None:
     """Write alerts.yaml and dashboard.json to a folder.
 
     report: acceptance by position. selector: the servers' labels in Prometheus. hours: the window.
+    prefix: of vLLM's names.
     """
     window = f"{hours}h"
+    increase = partial(growth_of, prefix=prefix)
     drafts, drafted, accepted = (
         increase(name, window, selector) for name in ("drafts", "draft_tokens", "accepted_tokens")
     )
@@ -37,10 +41,16 @@ def write_monitoring(
         mean, n = itself.report.mean, itself.report.drafts
         # itself.chance has the report's error twice; that of m drafts is sqrt(n / m) times as large
         chance = itself.chance(itself.level) * math.sqrt(n / 2)
+        half = itself.report.behind_end / 2  # of the report's range
+        expression = (
+            f"abs({share} - {mean + half:.6g}) - {half:.6g} "
+            f"> {chance:.6g} * sqrt({1 / n:.6g} + 1 / {drafts})"
+        )
+        if itself.position > 1:  # a shorter draft has a first position, too
+            expression += f" and {drafted} >= {FULL_LENGTH * len(report):g} * {drafts}"
         rule = _alert(
             "DraftAcceptanceMoved",
-            f"abs({share} - {mean:.6g}) > {chance:.6g} * sqrt({1 / n:.6g} + 1 / {drafts}) "
-            f"and {drafted} >= {FULL_LENGTH * len(report):g} * {drafts}",
+            expression,
             f"{{{{ $labels.model_name }}}}: acceptance at position {itself.position} is "
             f"{{{{ $value | humanizePercentage }}}} away from the report's {mean:.1%}",
             REMEDY,
@@ -49,7 +59,7 @@ def write_monitoring(
         moved.append(rule)
     silent = _alert(
         "DraftIsSilent",
-        f"sum by (model_name) (vllm:num_requests_running{{{selector.strip('{} ')}}}) > 0 "
+        f"sum by (model_name) ({prefix}num_requests_running{{{selector.strip('{} ')}}}) > 0 "
         f"unless {increase('drafts', '15m', selector)} > 0",
         "{{ $labels.model_name }} serves requests and drafts nothing",
         "The server was started without --speculative-config, or its load is in a range of "
@@ -57,7 +67,7 @@ def write_monitoring(
     )
     missing = _alert(
         "DraftCountersMissing",
-        f"absent({counter('drafts', selector)})",
+        f"absent({counter('drafts', selector, None, prefix)})",
         "Prometheus has no counters of speculation, so acceptance is not watched",
         "Start vLLM with --speculative-config and without --disable-log-stats, and let Prometheus "
         "read the /metrics of each replica.",

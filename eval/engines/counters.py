@@ -1,6 +1,7 @@
 """vLLM's counters of speculation, vllm:spec_decode_*: on a page /metrics, or in Prometheus.
 
-The counters start at 0 with a server's process (docs.vllm.ai).
+The counters start at 0 with a server's process (docs.vllm.ai). Ray Serve puts `ray_` before their
+names, and Ray and collectors of OpenTelemetry write `_` for the colon.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from urllib.parse import urlencode
 
 from align.errors import UserError
@@ -15,14 +17,20 @@ from eval.engines.server import Server, ServerError
 from eval.measuring.runs import Speculation
 
 NAMES = "drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"
+PREFIXES = "vllm:", "ray_vllm:", "ray_vllm_", "vllm_"  # of vLLM's names; the first is its own
 LINE = re.compile(
-    r"^(?:(?:vllm|llamacpp):spec_decode_num_"
+    rf"^(?:(?:{'|'.join(PREFIXES)}|llamacpp:)spec_decode_num_"
     rf"(?P<name>{'|'.join(NAMES)})(?:_total)?|process_start_time_seconds)"
     r"(?:\{(?P<labels>.*)\})? (?P<value>\d\S*)",
     re.MULTILINE,
 )
 POSITION = re.compile(r'\bposition="(\d+)"')
 STARTED = "process_start_time_seconds", 0  # not a count: it identifies the process
+
+SEVERAL = (
+    "The address is of several processes, as of a load balancer, whose counters cannot be "
+    "subtracted. Give --prometheus, which sums over replicas, or the address of one replica."
+)
 
 # (name of the counter, position in the draft) -> count of all engines of a process
 Series = dict[tuple[str, int], float]
@@ -52,6 +60,12 @@ def total(series: Series) -> Speculation | None:
     return Speculation(drafts, drafted, accepted, accepted_at) if accepted_at else None
 
 
+def continues(before: Series, now: Series) -> bool:
+    """Whether one process can have both readings: its start is the same, and no counter fell."""
+    fell = any(now.get(key, 0.0) < value for key, value in before.items())
+    return now.get(STARTED) == before.get(STARTED) and not fell
+
+
 def growth(before: Series, now: Series) -> Series:
     """The counts between two readings.
 
@@ -59,14 +73,9 @@ def growth(before: Series, now: Series) -> Series:
     CountersError if the process is older than in the first reading: it is another replica.
     """
     counts = {key: value for key, value in now.items() if key != STARTED}
-    start, first = now.get(STARTED, 0.0), before.get(STARTED, 0.0)
-    if start < first:
-        raise CountersError(
-            "This process is older than that of the earlier reading: the address is of several "
-            "processes, as of a load balancer, whose counters cannot be subtracted. Give "
-            "--prometheus, which sums over replicas, or the address of one replica."
-        )
-    if start > first or any(now.get(key, 0.0) < value for key, value in before.items()):
+    if now.get(STARTED, 0.0) < before.get(STARTED, 0.0):
+        raise CountersError(SEVERAL)
+    if not continues(before, now):
         return counts
     return {key: value - before.get(key, 0.0) for key, value in counts.items()}
 
@@ -80,7 +89,12 @@ def between(before: Series, now: Series) -> Speculation | None:
 
 
 def increase(
-    name: str, window: str, selector: str = "", position: int | None = None, by: str = "model_name"
+    name: str,
+    window: str,
+    selector: str = "",
+    position: int | None = None,
+    by: str = "model_name",
+    prefix: str = PREFIXES[0],
 ) -> str:
     """PromQL: growth of one of NAMES in a window (`3600s`), summed over replicas.
 
@@ -88,23 +102,42 @@ def increase(
     counters of a process share because they are read together. So shares keep their value, and
     counts are off by what is drafted between two readings at most.
     """
-    return f"sum by ({by}) (increase({counter(name, selector, position)}[{window}]))"
+    return f"sum by ({by}) (increase({counter(name, selector, position, prefix)}[{window}]))"
 
 
-def counter(name: str, selector: str, position: int | None = None) -> str:
+def counter(name: str, selector: str, position: int | None, prefix: str) -> str:
     """PromQL: the series of one of NAMES."""
     labels = [selector.strip("{} ,"), "" if position is None else f'position="{position}"']
-    return f"vllm:spec_decode_num_{name}_total{{{','.join(filter(None, labels))}}}"
+    return f"{prefix}spec_decode_num_{name}_total{{{','.join(filter(None, labels))}}}"
 
 
-def read_prometheus(url: str, window: str, selector: str, until: float) -> Series:
+class Prometheus(Server):
+    """A Prometheus, whose password or tenant are not the key of the model's server."""
+
+    variable = "DRAFTSMITH_PROMETHEUS_HEADERS"
+
+    def secret_headers(self, value: str) -> dict[str, str]:
+        """The headers of a JSON object."""
+        try:
+            return {name: str(header) for name, header in json.loads(value).items()}
+        except (ValueError, AttributeError):
+            raise UserError(
+                f'{self.variable} is no JSON object; write {{"X-Scope-OrgID": "…"}} or '
+                '{"Authorization": "Basic …"}.'
+            ) from None
+
+
+def read_prometheus(
+    url: str, window: str, selector: str, until: float, prefixes: Iterable[str]
+) -> Series:
     """The growth of a model's counters over all replicas, in a window that ends at a Unix time.
 
-    It is empty if no replica has counters at that time, because in a long window the last ones
-    would hide this. Raises ServerError without an answer to the query, CountersError for counters
+    prefixes: of the counters' names; the first that Prometheus has is taken. The growth is empty if
+    no replica has counters at that time, because in a long window the last ones would hide this.
+    Raises ServerError without an answer to the query, CountersError for counters
     of several models.
     """
-    server = Server(url)
+    server = Prometheus(url)
 
     def ask(query: str) -> list[tuple[dict[str, str], float]]:
         answer = server.text(f"/api/v1/query?{urlencode({'query': query, 'time': until})}")
@@ -114,7 +147,11 @@ def read_prometheus(url: str, window: str, selector: str, until: float) -> Serie
         except (ValueError, LookupError, TypeError):
             raise ServerError(f"{url} does not answer as Prometheus does; correct it.") from None
 
-    models = sorted({row[0].get("model_name", "") for row in ask(counter("drafts", selector))})
+    models: list[str] = []
+    for prefix in prefixes:
+        rows = ask(counter("drafts", selector, None, prefix))
+        if models := sorted({labels.get("model_name", "") for labels, _ in rows}):
+            break
     if len(models) > 1:
         raise CountersError(
             f"{url} has counters of several models ({', '.join(models)}); choose one, as "
@@ -123,6 +160,6 @@ def read_prometheus(url: str, window: str, selector: str, until: float) -> Serie
     return {
         (name, int(labels.get("position", 0))): round(count)
         for name in NAMES
-        for labels, count in ask(increase(name, window, selector, by="position"))
+        for labels, count in ask(increase(name, window, selector, None, "position", prefix))
         if models
     }

@@ -59,8 +59,11 @@ def passing(status: int | None) -> bool:
     return status in PATIENT.status_forcelist
 
 
-def check_address(url: str) -> SplitResult:
-    """The parts of http://HOST:PORT/PATH. Raises UserError for another address."""
+def check_address(url: str, variable: str = API_KEY) -> SplitResult:
+    """The parts of http://HOST:PORT/PATH. Raises UserError for another address.
+
+    variable: the environment variable in which a password is given instead.
+    """
     shown = re.split("[?#]", url.rpartition("@")[2])[0]  # without a password
     try:
         parts = urlsplit(url)
@@ -69,7 +72,7 @@ def check_address(url: str) -> SplitResult:
         valid = False
     if not valid or shown != url:
         raise UserError(
-            f"The address of {shown} is not http://HOST:PORT alone; correct it, and set {API_KEY} "
+            f"The address of {shown} is not http://HOST:PORT alone; correct it, and set {variable} "
             "if the server needs a key, because no server gets a password or a query."
         )
     return parts
@@ -79,22 +82,31 @@ class Server:
     """An OpenAI-compatible server; `url` may end in /v1. Threads may share the object."""
 
     retries = Retry(total=0, raise_on_status=False)
+    variable = API_KEY  # of the environment, with what only the server may see
 
     def __init__(self, url: str, timeout: float = TIMEOUT, model: str | None = None) -> None:
         """timeout: most seconds without a byte. model: its name; None: the first served."""
-        parts = check_address(url)
+        parts = check_address(url, self.variable)
         self.url = url.rstrip("/").removesuffix("/v1")
         self.host, self.address = str(parts.hostname), parts.netloc
         self.timeout = timeout
         self.asked_model = model
-        self._key = os.environ.get(API_KEY, "").strip()
-        if not (self._key.isascii() and self._key.isprintable()):  # urllib3's error would show it
-            raise UserError(f"{API_KEY} has characters that a header cannot have; correct it.")
+        value = os.environ.get(self.variable, "").strip()
+        self._secret = self.secret_headers(value) if value else {}
+        text = "".join(name + header for name, header in self._secret.items())
+        if not (text.isascii() and text.isprintable()):  # urllib3's error would show it
+            raise UserError(
+                f"{self.variable} has characters that a header cannot have; correct it."
+            )
         direct = self.host in ("localhost", "127.0.0.1", "::1") or proxy_bypass(self.host)
         proxy = None if direct else getproxies().get(parts.scheme)
         self._pool = (
             ProxyManager(proxy, maxsize=CONNECTIONS) if proxy else PoolManager(maxsize=CONNECTIONS)
         )
+
+    def secret_headers(self, value: str) -> dict[str, str]:
+        """The headers that identify the client, from the value of `variable`."""
+        return {"Authorization": f"Bearer {value}"}
 
     @contextmanager
     def _request(
@@ -102,9 +114,7 @@ class Server:
     ) -> Iterator[BaseHTTPResponse]:
         """The response, to be read in the block. Errors in the block become a ServerError."""
         data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
+        headers = {"Content-Type": "application/json"} | self._secret
         try:
             response = self._pool.request(
                 "GET" if data is None else "POST",
@@ -118,9 +128,11 @@ class Server:
             )
             if response.status != 200:
                 said = response.data.decode("utf-8", "replace")
-                said = said.replace(self._key or API_KEY, API_KEY)[:300]
+                for header in self._secret.values():
+                    said = said.replace(header.partition(" ")[2] or header, self.variable)
+                said = said[:300]
                 if response.status in (401, 403):
-                    said += f"; set {API_KEY} to a valid key"
+                    said += f"; set {self.variable} as it requires (docs/serving.md)"
                 raise ServerError(
                     f"{self.url}{path} answered {response.status}{about}: {said}",
                     status=response.status,

@@ -6,19 +6,21 @@ and of positions (Bonferroni). *As measured*: the 95% interval of each differenc
 (an equivalence test). Otherwise *inconclusive*: more drafts, or a report of more prompts, are
 needed. Drafts of one output depend on each other, so the report's error is that of its interval
 over prompts. Counters have no interval, so the traffic's error is computed from the report's: its
-outputs are assumed to vary, and to have as many drafts, as the report's.
+outputs are assumed to vary, and to have as many drafts, as the report's. Engines count what they
+accept behind the end of an output, too; the reference decoder's report gives a range there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from scipy.special import stdtrit
 
 from align.errors import UserError
 from eval.measuring.intervals import FEWEST_CLUSTERS, Measured
+from eval.measuring.metrics import PromptSums
 from eval.measuring.runs import Speculation
 from eval.reporting.fields import REFERENCE, DraftReport, Report
 
@@ -39,12 +41,17 @@ class NotComparable(UserError):
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean, its standard error, the error's degrees of freedom, and the number of drafts."""
+    """A mean, its standard error, the error's degrees of freedom, and the number of drafts.
+
+    behind_end: share of drafts that may be accepted in addition, by an engine that drafts on behind
+    the end of an output.
+    """
 
     mean: float
     error: float
     freedom: float
     drafts: float
+    behind_end: float = 0.0
 
     @classmethod
     def of(cls, measured: Measured, drafts: float) -> Estimate:
@@ -63,7 +70,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Difference:
-    """Acceptance in traffic minus acceptance in the report, at a position.
+    """Acceptance in traffic and in the report, at a position.
 
     level: the allowed share of false alarms of this comparison.
     """
@@ -74,8 +81,15 @@ class Difference:
     level: float
 
     @property
+    def highest(self) -> float:
+        """The upper end of the report's range; its mean is the lower one."""
+        return self.report.mean + self.report.behind_end
+
+    @property
     def mean(self) -> float:
-        return self.traffic.mean - self.report.mean
+        """The traffic's acceptance minus the nearest value of the report's range."""
+        accepted = self.traffic.mean
+        return accepted - min(max(accepted, self.report.mean), self.highest)
 
     def chance(self, level: float) -> float:
         """The difference that chance alone exceeds in a share `level` of comparisons."""
@@ -88,7 +102,9 @@ class Difference:
 
     @property
     def as_measured(self) -> bool:
-        return abs(self.mean) + self.chance(0.05) <= MARGIN
+        accepted = self.traffic.mean
+        farthest = max(accepted - self.report.mean, self.highest - accepted)
+        return farthest + self.chance(0.05) <= MARGIN
 
     @property
     def verdict(self) -> str:
@@ -102,8 +118,11 @@ class Difference:
 
         At most, the traffic's error becomes half of the report's. Beyond this, only a report of
         more prompts would help, and many hours of traffic would hide a change in the last hour.
+        inf: the report's range alone is as wide as the margin.
         """
-        half = MARGIN / 2 / float(stdtrit(self.report.freedom, 0.975))
+        if self.report.behind_end >= MARGIN:
+            return math.inf
+        half = (MARGIN - self.report.behind_end) / 2 / float(stdtrit(self.report.freedom, 0.975))
         allowed = half**2 - self.report.error**2
         return self.traffic.error**2 / max(allowed, self.report.error**2 / 4)
 
@@ -130,21 +149,44 @@ def measured_acceptance(
     if decoding.temperature:
         _refuse_other_rules(report, draft_sample_method)
     if draft.counters:
-        places = [
-            Estimate.of(place, draft.counters.num_drafts) for place in draft.counters.per_position
-        ]
+        shares, drafts = draft.counters.per_position, draft.counters.num_drafts
     elif report.engine == "transformers" or not draft.gamma_policy.startswith("fixed"):
         raise NotComparable(
             f"The report's drafts have several lengths ({draft.gamma_policy}), but an engine's "
             f"have one. Measure with --engine vllm, or with --gamma N and --engine torch."
         )
     else:
-        places = [Estimate.of(place.marginal, place.drafts) for place in draft.per_position or []]
+        measured = draft.per_position or []
+        shares, drafts = [place.marginal for place in measured], sum(p.drafts for p in measured[:1])
+    places = [Estimate.of(share, drafts) for share in shares]
     if not places:
         raise NotComparable(
             "The report has no intervals of the acceptance by position; measure again."
         )
-    return places
+    # if all outputs are shorter than the draft length, no draft reaches its last positions
+    gamma = draft.gamma or len(places)
+    places += [replace(places[-1], mean=0.0)] * (gamma - len(places))
+    if draft.counters:
+        return places
+    behind_end = _behind_end(draft.per_prompt, gamma)
+    return [
+        replace(place, behind_end=share) for place, share in zip(places, behind_end, strict=True)
+    ]
+
+
+def _behind_end(table: Iterable[PromptSums], gamma: int) -> list[float]:
+    """The share of drafts that ended an output before position i = 1…gamma.
+
+    The reference decoder cuts a draft behind an accepted end-of-text token, and no token of the
+    target follows. An engine's draft goes on, and so do its counters.
+    """
+    drafts, lengths = 0, []
+    for row in table:
+        if row.accepted_at and row.drafted:
+            drafts += row.accepted_at[0]
+            if (row.accepted or 0) + (row.blocks or 0) > (row.block_tokens or 0):
+                lengths.append(max(row.drafted - gamma * (row.accepted_at[0] - 1), 1))
+    return [sum(length < i for length in lengths) / drafts for i in range(1, gamma + 1)]
 
 
 def _refuse_other_rules(report: Report, draft_sample_method: str | None) -> None:
@@ -173,7 +215,9 @@ def _refuse_other_rules(report: Report, draft_sample_method: str | None) -> None
 def counted_acceptance(counts: Speculation, report: Sequence[Estimate]) -> list[Estimate]:
     """The same shares from an engine's counts with drafts > 0.
 
-    Raises NotComparable for counts that contradict each other or are of another draft length.
+    If the engine drafted fewer tokens at times (a high load, lengths by load, a grammar), only that
+    of position 1, which every draft has. Raises NotComparable for counts that contradict each
+    other or are of another draft length.
     """
     gamma, (drafts, drafted, _, accepted_at) = len(report), counts
     chain = [drafts, *accepted_at, 0]
@@ -187,25 +231,20 @@ def counted_acceptance(counts: Speculation, report: Sequence[Estimate]) -> list[
             f"The engine drafts {len(accepted_at)} tokens, but the report's gamma is {gamma}, so "
             f"acceptance differs. Give a report measured with --gamma {len(accepted_at)}."
         )
-    if drafted < FULL_LENGTH * gamma * drafts:
-        raise NotComparable(
-            f"The engine drafted {drafted / drafts:.2f} tokens per draft instead of {gamma}, "
-            f"because of a high load or a grammar. Give counters of a time in which all drafts had "
-            f"{gamma} tokens."
-        )
+    full = drafted >= FULL_LENGTH * gamma * drafts
     return [
         Estimate(
             accepted / drafts, place.error * math.sqrt(place.drafts / drafts), place.freedom, drafts
         )
-        for accepted, place in zip(accepted_at, report, strict=True)
+        for accepted, place in zip(accepted_at if full else accepted_at[:1], report, strict=False)
     ]
 
 
 def compare(report: Sequence[Estimate], traffic: Sequence[Estimate]) -> list[Difference]:
-    """The difference at each position."""
+    """The difference at each position of the traffic."""
     level = FALSE_ALARMS / len(report)
     differences = []
-    for position, sides in enumerate(zip(report, traffic, strict=True), start=1):
+    for position, sides in enumerate(zip(report, traffic, strict=False), start=1):
         accepted, drafts = (
             sum(side.mean * side.drafts for side in sides),
             sum(side.drafts for side in sides),

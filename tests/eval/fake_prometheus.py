@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 import numpy as np
 
 QUERY = re.compile(
-    r"sum by \((.*)\) \(increase\(vllm:spec_decode_num_(\w+)_total\{.*\}\[(\d+)s\]\)\)"
+    r"sum by \((.*)\) \(increase\(([\w:]+)spec_decode_num_(\w+)_total\{.*\}\[(\d+)s\]\)\)"
 )
 
 
@@ -35,13 +35,17 @@ def increase(times, values, start, end):
 
 
 class FakePrometheus(ThreadingHTTPServer):
-    """series: (labels, times, {(name, position): values}) of each process. fails: a status."""
+    """series: (labels, times, {(name, position): values}) of each process. fails: a status.
+
+    prefix: of all names. tenant: the header that every query needs.
+    """
 
     daemon_threads = True
 
     def __init__(self, series):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.series, self.queries, self.fails = series, [], None
+        self.prefix, self.tenant, self.headers = "vllm:", None, []
         threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
 
     @property
@@ -54,14 +58,15 @@ class FakePrometheus(ThreadingHTTPServer):
 
     def answer(self, query, end):
         if (match := QUERY.fullmatch(query)) is None:  # the series themselves
-            current = (labels for labels, times, _ in self.series if end - 300 < times[-1])
+            known = self.series if query.startswith(self.prefix) else []
+            current = (labels for labels, times, _ in known if end - 300 < times[-1])
             return [{"metric": labels, "value": [end, "1"]} for labels in current]
-        by, name, seconds = match.groups()
+        by, prefix, name, seconds = match.groups()
         sums = defaultdict(float)
         for labels, times, counters in self.series:
             for (counter, position), values in counters.items():
                 grown = increase(times, values, end - int(seconds), end)
-                if counter == name and grown is not None:
+                if (prefix, counter) == (self.prefix, name) and grown is not None:
                     own = labels | ({} if position is None else {"position": str(position)})
                     sums[own.get(by)] += grown
         return [
@@ -78,13 +83,17 @@ class _Handler(BaseHTTPRequestHandler):
         asked = parse_qs(urlsplit(self.path).query)
         query, end = asked["query"][0], float(asked["time"][0])
         self.server.queries.append(query)
-        if self.server.fails:
-            content = {"status": "error", "error": "made up"}
+        self.server.headers.append(self.headers)
+        status = self.server.fails or 200
+        if self.server.tenant not in (None, self.headers["X-Scope-OrgID"]):
+            status = 401
+        if status != 200:
+            content = {"status": "error", "error": f"made up for {self.headers['X-Scope-OrgID']}"}
         else:
             result = self.server.answer(query, end)
             content = {"status": "success", "data": {"resultType": "vector", "result": result}}
         data = json.dumps(content).encode()
-        self.send_response(self.server.fails or 200)
+        self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 REAL = Path(__file__).parent / "engines"
 LIGHT = {"filelock", "numpy", "pydantic", "ruamel.yaml", "scipy", "urllib3"}  # docs/serving.md
 SHARES = (0.6, 0.36, 0.22)
+START_LINE = "process_start_time_seconds 1.7e9\n"
 
 
 @pytest.fixture
@@ -138,25 +139,26 @@ def test_a_real_server_s_code_is_as_measured_and_its_legal_texts_moved(sample_re
 def test_a_server_since_the_last_call(report, server, tmp_path):
     last = tmp_path / "last.prom"
     before = (4000, 2400, 1440, 880)
-    server.metrics = page(0, *before) + "vllm:num_requests_running 0.0\n"
+    server.metrics = page(0, *before) + "vllm:num_requests_running 0.0\n" + START_LINE
     for address in (server.url, f"{server.url}/metrics", f"{server.url}/v1/"):
         assert drift(report, address) == 0
     assert not last.exists()
     assert drift(report, server.url, "--since", last) == 0  # all since the server's start
-    assert last.read_text() == page(0, *before)
+    assert last.read_text() == page(0, *before) + START_LINE
     # an hour of other texts, which all that was served before would hide
-    server.metrics = page(0, *(a + b for a, b in zip(before, (600, 120, 20, 4), strict=True)))
+    now = [a + b for a, b in zip(before, (600, 120, 20, 4), strict=True)]
+    server.metrics = page(0, *now) + START_LINE
     assert drift(report, server.url) == 3
     assert drift(report, server.url, "--since", last) == 1
     assert last.read_text() == server.metrics
     # a quiet hour is kept for the next one
-    kept, server.metrics = last.read_text(), page(0, 4700, 2580, 1496, 906)
+    kept, server.metrics = last.read_text(), page(0, 4700, 2580, 1496, 906) + START_LINE
     assert drift(report, server.url, "--since", last) == 3
     assert last.read_text() == kept
-    server.metrics = page(0, 5000, 2760, 1604, 972)
+    server.metrics = page(0, 5000, 2760, 1604, 972) + START_LINE
     assert drift(report, server.url, "--since", last) == 0
     # started anew, with fewer than before
-    server.metrics = page(0, 1000, 600, 360, 220)
+    server.metrics = page(0, 1000, 600, 360, 220) + START_LINE
     assert drift(report, server.url, "--since", last) == 0
 
 
@@ -178,11 +180,15 @@ class Balancer(FakeVllm):
     page = property(lambda self: next(self.replicas))
 
 
-def test_a_load_balancer_is_refused_and_pointed_to_prometheus(report, capsys, tmp_path):
-    """Mutant: what one replica counted is subtracted from what another one did."""
+@pytest.mark.parametrize("named", [True, False])
+def test_a_load_balancer_is_refused_and_pointed_to_prometheus(report, capsys, tmp_path, named):
+    """Mutant: what one replica counted is subtracted from what another one did.
+
+    named: not with data parallelism, where no process has a start; but no counter can fall.
+    """
     pages = (
         page(0, drafts, *(round(drafts * share) for share in SHARES))
-        + f"process_start_time_seconds {start}\n"
+        + f"process_start_time_seconds {start}\n" * named
         for drafts, start in ((4000, 1.7e9), (9000, 1.6e9))
     )
     balancer = Balancer(replicas=itertools.cycle(list(pages)))
@@ -192,6 +198,42 @@ def test_a_load_balancer_is_refused_and_pointed_to_prometheus(report, capsys, tm
         balancer.stop()
     assert "--prometheus" in json.loads(capsys.readouterr().out)["reason"]
     assert not (tmp_path / "last.prom").exists()
+
+
+def test_a_process_without_a_start_is_not_subtracted(report, server, traffic, tmp_path):
+    """Another replica may answer the next call. Files are the caller's."""
+    last, server.metrics = tmp_path / "last.prom", page(0, 4000, 2400, 1440, 880)
+    assert drift(report, server.url) == 0
+    assert drift(report, server.url, "--since", last) == 2
+    assert not last.exists()
+    last.write_text(server.metrics)
+    assert drift(report, traffic(8000), "--since", last) == 0
+
+
+def test_short_outputs_are_not_called_moved(report, traffic, capsys):
+    """Engines count behind the end of outputs."""
+    path = Path(report)
+    content = json.loads(path.read_text())
+    for row in content["drafts"]["tuned"]["per_prompt"]:
+        if "drafted" in row:  # each draft that was rejected at once has ended its output
+            row["block_tokens"], row["drafted"] = row["block_tokens"] - 1, row["drafted"] - 2
+    path.write_text(json.dumps(content))
+    assert drift(report, traffic(4000, shares=(0.6, 0.45, 0.3)), "--json") == 3
+    result = json.loads(capsys.readouterr().out)
+    assert "--engine vllm" in result["reason"]
+    place = result["positions"][1]
+    assert place["report_highest"] == pytest.approx(place["report"] + 0.1)
+    assert drift(report, traffic(4000, shares=(0.6, 0.3, 0.1))) == 1
+
+
+def test_of_lengths_by_load_the_first_position_is_compared(report, tmp_path, capsys):
+    for accepted, status in ((2400, 0), (1200, 1)):
+        text = page(0, 4000, accepted, 400, 100).replace("12000.0", "8000.0")
+        (tmp_path / "now.prom").write_text(text)
+        assert drift(report, str(tmp_path / "now.prom"), "--json") == status
+        result = json.loads(capsys.readouterr().out)
+        assert len(result["positions"]) == 1
+        assert "2.00 tokens" in result["reason"]
 
 
 def test_a_server_or_counters_that_are_not_there(report, server, prometheus, capsys):
@@ -300,6 +342,36 @@ def test_prometheus_finds_what_moved_in_one_replica_and_asks_for_one_model(
     assert sum("[43200s]" in query for query in server.queries) == 4
     other[0]["model_name"] = "n"
     assert main(arguments) == 2
+
+
+@pytest.mark.parametrize("prefix", ["ray_vllm:", "ray_vllm_", "vllm_"])
+def test_prometheus_of_ray_or_of_a_collector(report, prometheus, monkeypatch, prefix):
+    server = prometheus([replica(np.random.default_rng(1), "a")[0]])
+    server.prefix = prefix
+    monkeypatch.setattr(module, "time", lambda: START + WEEK)
+    assert main([report, "--prometheus", server.url, "--hours", "12"]) == 0
+
+
+def test_prometheus_has_headers_of_its_own(report, prometheus, monkeypatch, capsys):
+    """And never the key of the model's server."""
+    server = prometheus([replica(np.random.default_rng(1), "a")[0]])
+    server.tenant = "team-a"
+    monkeypatch.setattr(module, "time", lambda: START + WEEK)
+    monkeypatch.setenv("DRAFTSMITH_API_KEY", "secret")
+    arguments = [report, "--prometheus", server.url, "--hours", "12"]
+    for headers, status in (
+        ('{"X-Scope-OrgID": "team-a"}', 0),
+        ('{"X-Scope-OrgID": "team-b"}', 4),
+        ("team-a", 2),
+        ('["team-a"]', 2),
+        ('{"X-Scope-OrgID": "team-a\\n"}', 2),
+    ):
+        monkeypatch.setenv("DRAFTSMITH_PROMETHEUS_HEADERS", headers)
+        assert main(arguments) == status
+        said = capsys.readouterr().err
+        assert "team-" not in said
+        assert ("DRAFTSMITH_PROMETHEUS_HEADERS" in said) == (status != 0)
+    assert all("Authorization" not in headers for headers in server.headers)
 
 
 def test_servers_that_went_down_are_missed_though_the_window_has_their_counts(

@@ -11,6 +11,7 @@ from ruamel.yaml import YAML
 
 from eval.drift import main
 from eval.measuring.runs import Speculation
+from eval.monitoring import write_monitoring
 from eval.reporting.files import write_report
 from eval.reporting.traffic import compare, counted_acceptance, measured_acceptance
 
@@ -69,9 +70,37 @@ def test_the_rule_alerts_in_the_hours_that_drift_calls_moved(made, sample_report
         assert [value(rule["expr"], counts) for rule in acceptance["rules"]] == moved
         verdicts += moved
     assert 0.1 < np.mean(verdicts) < 0.9
-    # shorter drafts, at a high load, are not compared
+    # of shorter drafts, at a high load, only the first position is compared
     shorter = Speculation(4000, 8000, 400, [400, 0, 0])
-    assert not any(value(rule["expr"], shorter) for rule in acceptance["rules"])
+    assert [value(rule["expr"], shorter) for rule in acceptance["rules"]] == [True, False, False]
+
+
+def test_the_rule_knows_that_engines_draft_on_behind_the_end_of_an_output(
+    made, sample_report, tmp_path
+):
+    """Each of 40 outputs of 10 drafts ended in an accepted token at the first position."""
+    draft = sample_report.drafts["tuned"]
+    for row in draft.per_prompt[:40]:
+        row.drafted, row.block_tokens = row.drafted - 2, row.block_tokens - 1
+    promised = measured_acceptance(sample_report, draft)
+    assert [place.behind_end for place in promised] == [0, 0.1, 0.1]
+    write_monitoring(tmp_path, "t", promised, '{job="vllm"}', 1, "vllm:")
+    rules = YAML(typ="safe", pure=True).load(tmp_path / "alerts.yaml")["groups"][0]["rules"]
+    for share in np.linspace(0, 0.6, 61):
+        at = [2400, round(4000 * share), round(4000 * share * 0.6)]
+        counts = Speculation(4000, 12_000, sum(at), at)
+        moved = [d.moved for d in compare(promised, counted_acceptance(counts, promised))]
+        assert [value(rule["expr"], counts) for rule in rules] == moved
+
+
+def test_all_names_have_the_prefix_of_ray(sample_report, tmp_path):
+    write_report(tmp_path, sample_report)
+    report = str(tmp_path / "report.json")
+    assert main([report, "--monitoring", str(tmp_path), "--prefix", "ray_vllm_"]) == 0
+    for name in ("alerts.yaml", "dashboard.json"):
+        text = (tmp_path / name).read_text()
+        assert "vllm:" not in text
+        assert text.count("ray_vllm_spec_decode_num_") > 10
 
 
 def test_the_dashboard_shows_the_report_beside_the_traffic(made, sample_report):

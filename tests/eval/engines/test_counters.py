@@ -45,6 +45,12 @@ def test_counters_are_read_whatever_their_suffix_and_summed_over_engines():
     assert total(read_series("vllm:num_requests_running 0.0\n")) is None
 
 
+@pytest.mark.parametrize("prefix", ["ray_vllm:", "ray_vllm_", "vllm_"])
+def test_counters_of_ray_and_of_collectors_are_the_same(prefix):
+    assert total(read_series(TWO_ENGINES.replace("vllm:", prefix))) == (12, 36, 12, [8, 4])
+    assert total(read_series(TWO_ENGINES.replace("vllm:", f"my_{prefix}"))) is None
+
+
 OLD, NEW = "process_start_time_seconds 1.7e9\n", "process_start_time_seconds 1.8e9\n"
 
 

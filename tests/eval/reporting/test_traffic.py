@@ -5,8 +5,10 @@ import math
 import numpy as np
 import pytest
 
+from eval.decoding.prompt_run import PromptRun
 from eval.measuring.intervals import share
 from eval.measuring.runs import Speculation
+from eval.prompts import Prompt
 from eval.reporting.build import build_report
 from eval.reporting.traffic import (
     Estimate,
@@ -126,7 +128,6 @@ def test_nothing_accepted_on_either_side_is_no_difference():
     ("counts", "reason"),
     [
         ([100, 400, 90, 60, 20, 10, 0], "drafts 4 tokens, but the report's gamma is 3"),
-        ([100, 200, 90, 60, 20, 10], r"drafted 2.00 tokens per draft instead of 3"),
         ([100, 300, 90, 20, 60, 10], "contradict each other"),
         ([100, 300, 190, 120, 60, 10], "contradict each other"),
     ],
@@ -135,6 +136,63 @@ def test_counts_that_say_nothing_of_the_report(counts, reason):
     report = as_report(texts(np.random.default_rng(4), 20, 0.6))
     with pytest.raises(NotComparable, match=reason):
         counted_acceptance(Speculation(*counts[:3], counts[3:]), report)
+
+
+def test_of_shorter_drafts_the_first_position_is_judged():
+    """Lengths by load: a draft of any length has a first token."""
+    report = as_report(texts(np.random.default_rng(4), 100, 0.6))
+    for accepted, is_moved in ((600, False), (400, True)):
+        counts = Speculation(1000, 2000, accepted + 250, [accepted, 200, 50])
+        (difference,) = compare(report, counted_acceptance(counts, report))
+        assert (difference.position, difference.moved) == (1, is_moved)
+        assert difference.traffic.mean == accepted / 1000
+
+
+def short_outputs(longest):
+    """40 outputs of one whole draft, and one whose token at position `longest` ends the text."""
+    return [
+        PromptRun.of(Prompt(str(i), prompt="x"), 20, [1.0] * 3, [[1], [1] * 4, [1] * longest])
+        for i in range(40)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("longest", "means", "behind_end"),
+    [(1, [1, 0.5, 0.5], [0, 0.5, 0.5]), (2, [1, 1, 0.5], [0, 0, 0.5]), (3, [1, 1, 1], [0, 0, 0])],
+)
+def test_drafts_that_end_an_output_are_a_range(run_info, measurement, longest, means, behind_end):
+    """Engines count on behind the end; the reference decoder's drafts are cut there."""
+    runs = short_outputs(longest)
+    for run in runs:
+        run.drafted, run.accepted = [3, longest], [3, longest]
+    report = build_report(run_info, [measurement("tuned", 0.6, runs=runs)])
+    promised = measured_acceptance(report, report.drafts["tuned"])
+    assert [place.mean for place in promised] == means
+    assert [place.behind_end for place in promised] == behind_end
+    for at_end in (40, 20, 0):  # so many drafts go on right, as an engine counts them
+        at = [80, *(80 if mean == 1 else 40 + at_end for mean in means[1:])]
+        counts = Speculation(80, 240, sum(at), at)
+        differences = compare(promised, counted_acceptance(counts, promised))
+        assert not any(difference.moved for difference in differences)
+        assert all(d.as_measured for d in differences) == (behind_end[-1] == 0)
+    assert drafts_lacking(differences) == (math.inf if behind_end[-1] else 0)
+    counts = Speculation(8000, 24_000, 16_800, [8000, 8000, 800])  # fewer than without any
+    assert compare(promised, counted_acceptance(counts, promised))[2].moved
+
+
+def test_positions_that_no_draft_reached_are_never_accepted(run_info, measurement):
+    """All outputs ended before: the draft length is the report's, not the longest draft's."""
+    runs = short_outputs(1)
+    for run in runs:
+        run.block_tokens, run.drafted, run.accepted = [1, 1], [2, 1], [0, 1]
+    report = build_report(run_info, [measurement("tuned", 0.6, runs=runs)])
+    draft = report.drafts["tuned"]
+    assert (len(draft.per_position), draft.gamma) == (2, 3)
+    promised = measured_acceptance(report, draft)
+    assert [place.mean for place in promised] == [0.5, 0, 0]
+    assert [place.behind_end for place in promised] == [0, 0.5, 0.5]
+    counts = Speculation(80, 240, 60, [40, 20, 0])
+    assert not any(d.moved for d in compare(promised, counted_acceptance(counts, promised)))
 
 
 def test_what_a_report_promises(run_info, measurement):
