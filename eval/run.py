@@ -475,18 +475,17 @@ def main(argv: list[str], summary: bool = True) -> int:
             else:
                 report = _measure_in_engine(args, journal)
             write_report(folder, report)
+            if summary:
+                print_summary(report)
+                print(f"\nReport: {folder / 'report.html'}")
+            if failures := report.provenance.get("failures"):
+                raise UserError(f"only a part was measured, {failures}")
     except (UserError, PermissionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    if summary:
-        print_summary(report)
-        print(f"\nReport: {folder / 'report.html'}")
-    if failures := report.provenance.get("failures"):
-        print(f"error: only a part was measured, {failures}", file=sys.stderr)
-        return 2
     return gate(report.last[1], args.fail_under_alpha, args.fail_under_speedup)
 
 

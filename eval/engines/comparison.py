@@ -20,7 +20,7 @@ from tqdm import tqdm
 from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
-from eval.engines.divergences import Logprobs
+from eval.engines.divergences import Logprobs, not_judged
 from eval.engines.load import PASSES, Load, Request, TimedPass, load_point, passes, timed_pass
 from eval.engines.server import ServerError
 from eval.measuring.evaluation import decoding_facts, prompt_facts
@@ -251,8 +251,8 @@ class Comparison:
 
     def divergent(self, contender: Contender) -> list[dict[str, Any]]:
         """The fields of a `Divergence` for each greedy output that differs from the baseline's."""
-        why = f"not explained: {self.baseline.failures.get('prompts', '')}"
-        unjudged = {i: entry | {"why": why} for i, entry in self._unjudged(contender).items()}
+        reason = not_judged(self.baseline.failures.get("prompts", ""))
+        unjudged = {i: entry | reason for i, entry in self._unjudged(contender).items()}
         return [entry for _, entry in sorted((contender.divergences | unjudged).items())]
 
     def by_load(self, contender: Contender) -> tuple[list[dict[str, Any]], str]:

@@ -42,7 +42,7 @@ def explain(
     outputs: tuple[list[int], list[int]],
     at: int,
 ) -> dict[str, Any]:
-    """`{gap, error, tie, why}` of a `Divergence`, in nats. at: index of the first other token.
+    """Fields of a `Divergence`, in nats. at: index of the first other token.
 
     drafting: Logprobs of the server with the draft for its own output; a text: why there are none;
     None: its engine has none. outputs: the judge's output, then the other server's.
@@ -50,23 +50,23 @@ def explain(
     Near-tie: for both servers, the gap between the two tokens is at most twice the judge's error
     and at most WIDEST_TIE; for the judge, every later token of the drafted output is as close to
     the likeliest token. So an output that was not verified is found even if it diverges at a
-    near-tie first. `drafting` cannot make the bounds wider.
+    near-tie first. `drafting` cannot make the bounds wider. A divergence is not judged if
+    log-probabilities are missing, or if the output is too short to measure the error.
     """
-    if isinstance(drafting, str):
-        return {"why": f"not explained: {drafting}"}
     try:
         written, single = judge.written(prompt, len(outputs[0]))
         again = judge.read_wide(prompt, written)
         read = judge.read_from(prompt, outputs[1], at)
     except ServerError as failure:
-        return {"why": f"not explained: {failure}"}
-    error = max(
+        return not_judged(str(failure))
+    errors = [
         abs(one[token] - other[token])
         for one, other in zip(single, again, strict=True)
         for token in one.keys() & other.keys()
-    )
+    ]
+    error = max(errors, default=None)
     target, drafted = outputs[0][at], outputs[1][at]
-    readings = [read[at], *([drafting[at]] if drafting is not None else [])]
+    readings = [read[at], *([drafting[at]] if isinstance(drafting, list) else [])]
     if not all({target, drafted} <= seen.keys() for seen in readings):
         return {"error": error, "why": f"not both tokens are among the {TOP} likeliest"}
     gap = max(abs(seen[target] - seen[drafted]) for seen in readings)
@@ -76,12 +76,23 @@ def explain(
         if i >= at
     }
     worst = max(behind, key=behind.__getitem__)
-    widest = min(2 * error, WIDEST_TIE)
+    if error is None and max(gap, behind[worst]) <= WIDEST_TIE:
+        return {"gap": gap} | not_judged("the output is too short to measure the error of forwards")
+    bound = math.inf if error is None else 2 * error
+    widest = min(bound, WIDEST_TIE)
     why = ""
-    if widest < gap <= 2 * error:
+    if widest < gap <= bound:
         why = f"a gap over {WIDEST_TIE} is more than rounding"
     elif gap <= widest < behind[worst]:
         why = f"its token {worst} lies {behind[worst]:.2g} nats behind the target's choice"
         if math.isinf(behind[worst]):
             why = f"its token {worst} is not among the {TOP} likeliest"
-    return {"gap": gap, "error": error, "tie": max(gap, behind[worst]) <= widest, "why": why}
+    tie = max(gap, behind[worst]) <= widest
+    if tie and isinstance(drafting, str):
+        return {"gap": gap, "error": error} | not_judged(drafting)
+    return {"gap": gap, "error": error, "tie": tie, "why": why}
+
+
+def not_judged(reason: str) -> dict[str, Any]:
+    """Fields of a `Divergence` that could not be judged."""
+    return {"judged": False, "why": f"not judged: {reason}"}

@@ -23,13 +23,20 @@ class Divergence(Part):
         description="between two forwards' logits there (for a server: over the output)"
     )
     tie: bool
+    judged: bool = Field(True, description="false: the log-probabilities to judge it are missing")
     why: str = Field("", description="what the gap and the error do not say")
+
+    @property
+    def verdict(self) -> str:
+        """The class of the divergence."""
+        return "near-tie" if self.tie else "mismatch" if self.judged else "not judged"
 
 
 class Ledger(Part):
-    """The output check: exact matches, near-tie divergences and mismatches.
+    """The output check: exact matches, near-tie divergences, mismatches, divergences not judged.
 
-    A divergence is a near-tie if the target's rounding error decides between its two tokens.
+    A divergence is a near-tie if the target's rounding error decides between its two tokens. It is
+    not judged if the server that judges failed; then it is no sign of a fault.
     """
 
     prompts: Positive
@@ -49,7 +56,12 @@ class Ledger(Part):
     @computed_field(description="mismatches; must be 0")  # type: ignore[prop-decorator]
     @property
     def unexplained(self) -> int:
-        return len(self.divergences) - self.tie_divergences
+        return len(self.divergences) - self.tie_divergences - self.not_judged
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def not_judged(self) -> int:
+        return sum(not entry.judged for entry in self.divergences)
 
     @computed_field(description="of the near-tie divergences, in nats")  # type: ignore[prop-decorator]
     @property
@@ -66,6 +78,8 @@ class Ledger(Part):
             text += f", {self.tie_divergences} near-tie divergence{plural}{largest}"
         if self.unexplained:
             text += f", {self.unexplained} MISMATCH{'ES' * (self.unexplained > 1)}"
+        if self.not_judged:
+            text += f", {self.not_judged} not judged"
         return text
 
 

@@ -133,7 +133,7 @@ def render_page(report: Report) -> str:
     names = in_order(report)
     coloured = [name, *(other for other in names if other != name)]
     drafts = report.drafts.values()
-    ties = any(each.lossless.tie_divergences for each in drafts)
+    ties = any(each.lossless.divergences for each in drafts)
     first = top(report)
     values = [value for rows in first.speedups.values() for _, value in rows]
     ends = [(value.ci95 or (0.0, value.mean))[1] for value in values]

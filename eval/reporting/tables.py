@@ -163,7 +163,7 @@ DIVERGENCES: Cells = [
     ("with it", "drafted", quoted),
     ("gap in nats", "gap", "{:.4f}".format),
     ("error of forwards", "error", "{:.4f}".format),
-    ("verdict", "tie", lambda tie: "near-tie" if tie else "mismatch"),
+    ("verdict", "verdict", str),
     ("why", "why", str),
 ]
 

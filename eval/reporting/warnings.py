@@ -37,7 +37,7 @@ def find_warnings(report: Report) -> list[ReportWarning]:
 def _mismatches(report: Report) -> Iterator[ReportWarning]:
     for name, draft in report.drafts.items():
         if draft.lossless.unexplained:
-            whys = [d.why for d in draft.lossless.divergences if not d.tie and d.why]
+            whys = [d.why for d in draft.lossless.divergences if d.judged and not d.tie and d.why]
             first = f" The first: {whys[0]}." if whys else ""
             text = f"NOT LOSSLESS, do not serve {label(name)}: {draft.lossless}.{first}"
             yield ReportWarning("mismatch", text)
@@ -47,6 +47,9 @@ def _mismatches(report: Report) -> Iterator[ReportWarning]:
                 f"log-probabilities under the target, by {draft.sampled_check}."
             )
             yield ReportWarning("sampled-mismatch", text)
+        if unjudged := [d.why for d in draft.lossless.divergences if not d.judged]:
+            text = f"{label(name)}: {draft.lossless}. The first: {unjudged[0]}."
+            yield ReportWarning("not-judged", text)
 
 
 def _about_setting(report: Report) -> Iterator[ReportWarning]:

@@ -18,15 +18,17 @@ from eval.engines.comparison import (
     take_turns,
     there_and_back,
 )
-from eval.engines.divergences import WIDEST_TIE
+from eval.engines.divergences import WIDEST_TIE, explain
 from eval.engines.llama_cpp import LlamaServer
 from eval.engines.served import measure_servers
 from eval.engines.sglang import SglangServer
 from eval.engines.vllm import VllmServer
+from eval.measuring.output_check import Divergence
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.warnings import find_warnings
 from tests.fake_vllm import Constant
 
+NONE = {"gap": None, "error": None, "tie": False}
 VOCAB = 128  # with the bytes that prompts are made of
 LENGTH = 20
 PROMPTS = [Prompt(f"p{i}", prompt=f"prompt {i}") for i in range(6)]
@@ -144,7 +146,7 @@ def test_outputs_from_before_a_failure_of_the_baseline_are_judged(fake, order, d
     assert len(comparison.baseline.outputs) == 5
     assert len(entries) >= 3
     assert {entry["tie"] for entry in entries} == {not down}
-    assert all(("not explained: " in entry["why"]) == down for entry in entries)
+    assert {entry.get("judged", True) for entry in entries} == {not down}
 
 
 def test_near_ties_that_rounding_flips_are_the_same_text(texts):
@@ -194,10 +196,11 @@ def test_a_server_without_logprobs_leaves_the_divergence_named(texts, side):
     silent = [{}, {}]
     silent[side] = {"silent": True}
     ledger, report = texts(Model(), *silent)
-    reason = "not explained: the server returned no log-probabilities"
-    assert {entry.why for entry in ledger.divergences} == {reason}
-    assert ledger.unexplained == len(ledger.divergences) >= 4
-    assert reason in find_warnings(report)[0].text
+    assert ledger.not_judged == len(ledger.divergences) >= 4
+    assert (ledger.unexplained, report.broken) == (0, [])
+    codes = {warning.code for warning in find_warnings(report)}
+    assert "not-judged" in codes
+    assert "mismatch" not in codes
 
 
 def test_the_server_that_drafts_cannot_excuse_itself(texts):
@@ -206,6 +209,51 @@ def test_the_server_that_drafts_cannot_excuse_itself(texts):
     honest, _ = texts(Model(), mutant)
     liar, _ = texts(Model(), mutant | {"stretch": 1e-6})
     assert liar.unexplained == honest.unexplained >= 4
+
+
+class Read(LlamaServer):
+    """A judge that reads tokens; its forwards of several tokens have the given log-probabilities.
+
+    rows: at each token of an output of three tokens, of which the second one differs.
+    """
+
+    def __init__(self, rows, wide):
+        self.rows, self.wide = rows, wide
+
+    def written(self, prompt, count):
+        return [1, 2, 3], self.rows
+
+    def read_wide(self, prompt, output):
+        return self.wide
+
+    def read_from(self, prompt, output, at):
+        return self.rows
+
+
+CLOSE, APART = {2: -0.7, 5: -0.8}, {2: -0.1, 5: -3.0}
+
+
+@pytest.mark.parametrize(
+    ("second", "wide", "tie", "judged"),
+    [
+        (CLOSE, [{}] * 3, False, False),  # llama-server reads no token of a short output
+        (CLOSE, [{1: -0.2}, {}, {}], True, True),
+        (APART, [{}] * 3, False, True),  # further apart than any error explains
+        ({2: -0.1}, [{}] * 3, False, True),
+    ],
+)
+def test_a_short_output_is_judged_where_its_error_does_not_matter(second, wide, tie, judged):
+    judge = Read([{1: 0.0}, second, {3: 0.0}], wide)
+    fields = explain(judge, None, [9], ([1, 2, 3], [1, 5, 3]), 1)
+    entry = Divergence(prompt="", position=1, target="", drafted="", **NONE | fields)
+    assert (entry.tie, entry.judged) == (tie, judged)
+
+
+@pytest.mark.parametrize("texts", [VllmServer, SglangServer], indirect=True)
+def test_a_server_with_an_unverified_draft_gains_nothing_by_silence(texts):
+    ledger, report = texts(Model(), {"draft": Model(0.02, 3.0), "silent": True})
+    assert ledger.unexplained >= 4
+    assert report.broken == ["served"]
 
 
 @pytest.mark.parametrize("texts", [VllmServer], indirect=True)

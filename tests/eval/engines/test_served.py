@@ -25,7 +25,7 @@ from eval.engines.local_vllm import VllmServers, computed_dtype
 from eval.engines.served import measure_servers, measure_started
 from eval.engines.server import TIMEOUT, ServerError
 from eval.engines.vllm import VllmServer
-from eval.measuring.journal import Journal
+from eval.measuring.journal import JOURNAL, Journal
 from eval.measuring.runs import AT_LONGEST
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.fields import read_report
@@ -117,10 +117,10 @@ def test_a_chat_brings_what_its_template_reads(fake):
 def test_other_tokens_are_not_explained_away(fake):
     report = measure(fake(3, Constant([*TEXT[:9], 7, *TEXT[10:]])), fake(1))
     ledger = report.drafts["served"].lossless
-    assert ledger.unexplained == 3
+    assert (ledger.identical, ledger.tie_divergences, ledger.not_judged) == (0, 0, 3)
     assert ledger.divergences[0].position == 9
     assert ledger.divergences[0].drafted == "token 7"
-    assert find_warnings(report)[0].code == "mismatch"
+    assert find_warnings(report)[0].code == "not-judged"
 
 
 def test_an_overloaded_server_is_asked_again_and_the_last_try_is_timed(fake, monkeypatch):
@@ -479,6 +479,7 @@ def test_a_length_that_does_not_start_leaves_the_others(tmp_path, prompts, pair,
     start(make)
     assert command(prompts, tmp_path, *pair, "--gamma", "2,3") == 2
     assert "own, gamma 2 no memory" in capsys.readouterr().err
+    assert (tmp_path / "report" / JOURNAL).exists()  # for the same command
     report = read_report(tmp_path / "report" / "report.json")
     assert list(report.drafts) == ["lookup, gamma 3", "own, gamma 3"]
     assert [(gain.draft, gain.over) for gain in report.gain] == [
