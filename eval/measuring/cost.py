@@ -43,9 +43,9 @@ class StepCosts:
         """The longest draft whose verification was timed."""
         return max(self.target_verify_ms) - 1
 
-    def draft(self, tokens: float | Floats) -> Floats:
-        """Milliseconds of a draft of this number of tokens; 0 for 0 tokens."""
-        block = self.draft_block_ms * np.minimum(tokens, 1.0)
+    def draft(self, tokens: float | Floats, drafts: float | Floats = 1.0) -> Floats:
+        """Milliseconds of this number of drafts with this number of tokens together."""
+        block = self.draft_block_ms * np.minimum(tokens, drafts)
         return np.asarray(block + self.draft_step_ms * np.asarray(tokens), dtype=np.float64)
 
     def verify(self, tokens: float | Floats) -> Floats:

@@ -7,6 +7,7 @@ docs/report.md defines each number in prose.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -66,11 +67,12 @@ class PromptSums(Part):
     baseline_logprob: float | None = None
     baseline_block_tokens: Count | None = None
     baseline_block_seconds: Quantity | None = None
-    blocks: Count | None = Field(default=None, description="whole steps; the next five count these")
+    blocks: Count | None = Field(default=None, description="whole steps; the next six count these")
     block_tokens: Count | None = None
     block_seconds: Quantity | None = None
     drafted: Count | None = None
     looked_up: Count | None = Field(default=None, description="of these, by n-grams before a draft")
+    drafting: Count | None = Field(default=None, description="whole steps with a token of the draft")
     accepted: Count | None = None
     accepted_at: list[Count] | None = Field(
         default=None,
@@ -133,12 +135,14 @@ def _steps(run: PromptRun) -> dict[str, Any]:
     whole = slice(run.whole_blocks)
     drafted = run.drafted[whole]
     accepted = [count for count, length in zip(run.accepted[whole], drafted, strict=True) if length]
+    free = run.free[whole] or [0] * len(drafted)
     return {
         "blocks": run.whole_blocks,
         "block_tokens": sum(run.block_tokens[whole]),
         "block_seconds": sum(run.block_seconds[whole]),
         "drafted": sum(drafted),
-        "looked_up": sum(run.free[whole]),
+        "looked_up": sum(free),
+        "drafting": sum(map(operator.gt, drafted, free)),
         "accepted": sum(run.accepted[whole]),
         "accepted_at": [
             sum(count >= i for count in accepted) for i in range(max(drafted, default=0) + 1)
@@ -217,16 +221,17 @@ COMPARED = (ACCEPTANCE_RATE, MEAN_ACCEPTANCE_LENGTH, SPEEDUP)  # for categories 
 def predicted_speedup(costs: StepCosts) -> Number:
     """tau * t_target(1) / (t_draft(gamma) + t_target(gamma + 1)); gamma is the mean drafted length.
 
-    Tokens that n-gram speculation drafts before a draft model cost no draft step. The interval
-    covers tau and gamma, not the step costs.
+    Tokens that n-gram speculation drafts before a draft model cost no draft step, and a step with
+    these alone costs no pass of the model. The interval covers tau and gamma, not the step costs.
     """
 
     def predicted(totals: Floats) -> Floats:
-        emitted, drafted, looked_up, blocks = np.moveaxis(totals, -1, 0)
-        step = costs.draft((drafted - looked_up) / blocks) + costs.verify(drafted / blocks + 1.0)
+        emitted, drafted, looked_up, drafting, blocks = np.moveaxis(totals, -1, 0)
+        draft = costs.draft((drafted - looked_up) / blocks, drafting / blocks)
+        step = draft + costs.verify(drafted / blocks + 1.0)
         return np.asarray(emitted / blocks * costs.target_step_ms / step, dtype=np.float64)
 
-    columns = ("block_tokens", "drafted", "looked_up", "blocks")
+    columns = ("block_tokens", "drafted", "looked_up", "drafting", "blocks")
     return Number("predicted_speedup", columns, predicted)
 
 

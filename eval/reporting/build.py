@@ -173,4 +173,10 @@ def _payoff(log: DraftLog, costs: StepCosts, table: Table) -> Payoff:
         )
     estimate = payoff(costs, [entry.marginal.mean for entry in metrics.per_position(table)])
     low, high = measured(metrics.SPEEDUP, table).bounds
-    return estimate.model_copy(update={"verdict": "inconclusive"}) if low <= 1 <= high else estimate
+    if low > 1:
+        shown = "pays"
+    elif high >= 1:
+        shown = "inconclusive"
+    else:  # a draft that cannot pay does not
+        shown = "cannot pay" if estimate.verdict == "cannot pay" else "does not pay"
+    return estimate.model_copy(update={"verdict": shown})

@@ -142,6 +142,15 @@ def test_what_was_looked_up_takes_no_draft_step():
     assert predicted.mean == pytest.approx(2 / (0.1 * 2 / 3 + 1.2))
 
 
+def test_a_step_of_ngrams_alone_takes_no_pass_of_the_draft():
+    """Mutant: the pass in every step, priced by the mean number of drafted tokens."""
+    costs = StepCosts(0.0, 10.0, {1: 10.0, 5: 10.0}, 50, draft_block_ms=4.0)
+    run = make_run(accepted=(4, 4), drafted=(4, 4), seconds=(0.010, 0.014))
+    run.free = [4, 0]
+    predicted = measured(metrics.predicted_speedup(costs), table([run]))
+    assert predicted.mean == pytest.approx(5 * 10 / 12)
+
+
 def test_decode_efficiency_leaves_prefill_and_a_cut_step_out():
     # whole blocks: 3 tokens in 2 s; baseline 1 token a second
     run = make_run(seconds=(1.0, 1.0, 50.0), prefill=70.0, cut=1)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from eval import drift
+from eval.measuring.cost import StepCosts
 from eval.measuring.sampled_check import SampledCheck
 from eval.reporting.build import build_report, compared
 from eval.reporting.fields import LoadPoint, ReportError, read_report
@@ -192,12 +193,26 @@ def test_numbers_of_the_made_up_run(sample_report):
     assert gain.alpha.ci95[0] > 0.2
 
 
-def test_break_even_is_inconclusive_where_the_speedup_is(sample_report):
-    untuned, tuned = sample_report.drafts.values()
-    low, high = untuned.speedup.ci95
-    assert low < 1 < high
-    assert untuned.payoff.verdict == "inconclusive"
-    assert tuned.payoff.verdict != "inconclusive"
+@pytest.mark.parametrize(
+    ("alpha", "target_ms", "measured_ms", "verdict"),
+    [
+        (0.3, 10.0, 14, "inconclusive"),
+        (0.7, 10.0, 30, "does not pay"),  # the estimate says that it pays
+        (0.1, 10.0, 7, "pays"),  # and that it does not
+        (0.7, 1.0, 30, "cannot pay"),
+    ],
+)
+def test_the_measured_interval_decides_whether_a_draft_pays(
+    run_info, measurement, alpha, target_ms, measured_ms, verdict
+):
+    costs = StepCosts(1.0, target_ms, {n: target_ms * (0.96 + 0.04 * n) for n in range(1, 6)}, 60)
+    log = measurement("tuned", alpha, costs=costs)
+    for run in log.runs:
+        run.block_seconds = [measured_ms / 1000] * len(run.block_seconds)
+    draft = build_report(run_info, [log]).drafts["tuned"]
+    low, high = draft.speedup.ci95
+    assert draft.payoff.verdict == verdict
+    assert (low > 1, high < 1) == (verdict == "pays", verdict.endswith("not pay"))
 
 
 def test_heat_maps_of_all_drafts_show_the_same_responses(sample_report):
