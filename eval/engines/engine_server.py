@@ -55,6 +55,10 @@ class EngineServer(Server, Engine, Judge, ABC):
         except (ServerError, LookupError, TypeError):
             return None
 
+    def command(self) -> list[str]:
+        """The command that starts such a server; empty if the server does not report it."""
+        return []
+
     def explain(
         self, plain: Output, with_draft: PromptOutputs, position: int, greedy: Decoding
     ) -> dict[str, Any]:
@@ -190,6 +194,12 @@ class Servers(ABC):
     @abstractmethod
     def longest_draft(self, draft: str) -> int | None:
         """The most tokens that a draft was made for; None: any number."""
+
+    @abstractmethod
+    def command(
+        self, draft: str, gamma: int, draft_sample_method: SampleMethod | None
+    ) -> list[str]:
+        """A command that serves the draft for users, without what only a measurement needs."""
 
     @abstractmethod
     def serve(

@@ -208,6 +208,15 @@ class LlamaServers(Servers):
         size = gguf_value(str(file), "ARCH.block_size") if architecture == DFLASH else None
         return None if size is None else size - 1  # a block's first slot is the newest token
 
+    def command(
+        self, draft: str, gamma: int, draft_sample_method: SampleMethod | None
+    ) -> list[str]:
+        """As in Servers; checkpoints are named as GGUF files, which `align.to_gguf` writes."""
+        spec, (_, architecture) = draft.removeprefix(LOOKUP_FIRST), self.files.get(draft, ("", ""))
+        model = None if draft == LOOKUP else (as_gguf(spec), architecture)
+        words = ["llama-server", "--model", str(as_gguf(self.target)), *self.given]
+        return [*words, *drafting(draft, model, gamma)]
+
     @contextmanager
     def serve(
         self, draft: str, gamma: int, draft_sample_method: SampleMethod | None
@@ -231,6 +240,11 @@ class LlamaServers(Servers):
             return resolve_file(spec), architecture
         path = self.scratch / f"{len(list(self.scratch.iterdir()))}.gguf"
         return path, write_gguf(spec, path, kind, target)
+
+
+def as_gguf(spec: str) -> Path:
+    """The GGUF file of a spec, or the name of the file that is to be written."""
+    return resolve_file(spec) if gguf_kind(spec) else Path(f"{Path(spec).name}.gguf")
 
 
 def drafting(draft: str, model: tuple[Path, str] | None, gamma: int) -> list[str]:

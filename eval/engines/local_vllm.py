@@ -197,6 +197,7 @@ class VllmServers(Servers):
         for draft in {*self.drafts} - METHODS.keys():
             try:
                 self.loadable[draft] = loadable_draft(draft, self.path, config, self.scratch)
+                speculation(self.loadable[draft][0], 1)  # refused before a server starts
             except (UserError, OSError) as error:
                 self.unreadable[draft] = str(error)
         folders = [folder for folder, _ in self.loadable.values() if isinstance(folder, Path)]
@@ -206,6 +207,7 @@ class VllmServers(Servers):
         self.arguments = ["--dtype", "auto", "--max-model-len", str(self.positions)]
         self.arguments += ["--no-enable-prefix-caching", *(on_gpus or ["--enforce-eager"])]
         self.arguments += self.given
+        self.split = on_gpus[:2]  # --tensor-parallel-size N
         self.device = torch.device("cuda" if on_gpus else "cpu")
         self.variables = cpu_variables()
         for draft, (folder, _) in self.loadable.items() if not on_gpus else ():
@@ -222,6 +224,17 @@ class VllmServers(Servers):
             return None
         return longest_draft(read_json(folder / "config.json"))
 
+    def command(
+        self, draft: str, gamma: int, draft_sample_method: SampleMethod | None
+    ) -> list[str]:
+        folder, own_ids = self.loadable[draft]
+        if isinstance(folder, Path):
+            if self.scratch in folder.parents:  # a padded copy, which is gone after the measurement
+                return []
+            draft = named(draft, folder)
+        drafting = speculation(draft, gamma, Path(folder), own_ids, draft_sample_method)
+        return ["vllm", "serve", named(self.target, self.path), *self.split, *self.given, *drafting]
+
     def serve(
         self, draft: str, gamma: int, draft_sample_method: SampleMethod | None
     ) -> AbstractContextManager[str]:
@@ -230,6 +243,11 @@ class VllmServers(Servers):
         if draft:
             drafting = speculation(folder, gamma, None, own_ids, draft_sample_method)
         return serve_vllm(self.path, *drafting, *self.arguments)
+
+
+def named(spec: str, folder: Path) -> str:
+    """A name that vLLM takes: the spec, or the folder of a converted file."""
+    return str(folder) if spec.startswith("pypi:") or Path(spec).is_file() else spec
 
 
 def computed_dtype(arguments: Sequence[str], target: PreTrainedConfig) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from align.errors import UserError
+from align.errors import UserError, masked
 from align.sources import cached_checkpoint, gguf_kind, weight_files
 from eval.decoding.drafters import LOOKUP_FIRST
 from eval.engines.comparison import (
@@ -106,7 +106,7 @@ def measure_servers(
     machine |= dict.fromkeys(("hardware", "cores", "threads", "load_average"))
     contenders = [Contender(runs_already(baseline))]
     for name, server in drafts.items():
-        facts = _facts(server.address, gamma)
+        facts = _facts(server.address, gamma) | {"serve": [*map(masked, server.command())]}
         contenders.append(Contender(runs_already(server), name, facts))
     servers = baseline, *drafts.values()
     for server in servers:
@@ -188,6 +188,9 @@ def measure_started(
             )
             if draft in servers.unreadable:
                 contender.failures["prompts"] = servers.unreadable[draft]
+            else:
+                command = servers.command(draft, gamma, method)
+                contender.facts["serve"] = [*map(masked, command)]
             contenders.append(contender)
         specs = [target, *drafts.values()]
         identity = [

@@ -72,7 +72,7 @@ class PromptSums(Part):
     block_seconds: Quantity | None = None
     drafted: Count | None = None
     looked_up: Count | None = Field(default=None, description="of these, by n-grams before a draft")
-    drafting: Count | None = Field(default=None, description="whole steps with a token of the draft")
+    drafting: Count | None = Field(default=None, description="steps with tokens of the model")
     accepted: Count | None = None
     accepted_at: list[Count] | None = Field(
         default=None,

@@ -6,8 +6,9 @@ docs/report.md has the long definitions.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
@@ -55,6 +56,30 @@ class Goodput(Part):
     limits_ms: dict[str, Quantity]
     requests_per_s: Both[Quantity]
 
+    @property
+    def lost(self) -> bool:
+        """Whether fewer requests per second are good with the draft."""
+        return self.requests_per_s.speculative < self.requests_per_s.baseline
+
+
+class Load(NamedTuple):
+    """New requests at a rate, or (rate 0) requests in flight; loads sort by their size."""
+
+    rate: float
+    concurrency: int
+
+    def __str__(self) -> str:
+        return f"{self.rate or self.concurrency:g} {self.unit}"
+
+    @property
+    def unit(self) -> str:
+        """The load without its number."""
+        return "requests/s" if self.rate else f"request{'s' * (self.concurrency > 1)} at a time"
+
+
+ONE_AT_A_TIME = Load(0, 1)
+FEWEST_OF_P99 = 100  # requests; of fewer the 99th percentile is the slowest one
+
 
 class LoadPoint(Part):
     """A draft at one steady load. Intervals are over batches of requests; n counts the batches."""
@@ -72,6 +97,21 @@ class LoadPoint(Part):
     e2e_ms: Both[Percentiles] | None = Field(None, description="of whole requests")
     goodput: Goodput | None = Field(None, description="null: no limits were given")
     mean_acceptance_length: Measured | None = Field(description="null: the server has no counters")
+
+    @property
+    def load(self) -> Load:
+        """The load of this point."""
+        return Load(self.request_rate or 0, self.concurrency or 0)
+
+    @property
+    def at_once(self) -> int:
+        """Requests in flight with the draft, rounded up."""
+        return self.concurrency or (math.ceil(self.in_flight.speculative) if self.in_flight else 0)
+
+    @property
+    def tail(self) -> str:
+        """The highest percentile that the number of requests supports."""
+        return "p99" if self.requests >= FEWEST_OF_P99 else "p95"
 
 
 class Counters(Part):
@@ -143,6 +183,9 @@ class DraftReport(Part):
     memory: Memory | None
     payoff: Payoff | None
     by_load: list[LoadPoint] = Field(default=[], description="if concurrency was measured")
+    serve: list[str] = Field(
+        default=[], description="the command that serves it; empty: not measured in such a server"
+    )
     lossless: Ledger
     sampled_check: SampledCheck | None = Field(None, description="null: greedy, or not read")
     by_category: dict[str, CategoryNumbers]
@@ -158,10 +201,10 @@ class DraftReport(Part):
     per_prompt: list[PromptSums]
 
     @property
-    def speedup_by_load(self) -> dict[int, Measured]:
-        """By the number of requests at a time; one at a time is of the prompts."""
-        at_a_time = {p.concurrency: p.speedup for p in self.by_load if p.concurrency}
-        return at_a_time | {1: self.speedup}
+    def speedup_by_load(self) -> dict[Load, Measured]:
+        """One request at a time is of the prompts."""
+        by_load = {point.load: point.speedup for point in self.by_load}
+        return dict(sorted((by_load | {ONE_AT_A_TIME: self.speedup}).items()))
 
     @property
     def serves_alone(self) -> bool:
@@ -310,32 +353,6 @@ class Report(Part):
             if draft.lossless.unexplained
             or (draft.sampled_check and draft.sampled_check.p_value < level)
         ]
-
-    @property
-    def draft_length_by_load(self) -> dict[str, list[tuple[int, int, int]]]:
-        """(first, last concurrency, draft length) by draft's name without a length, for vLLM's key
-        num_speculative_tokens_per_batch_size.
-
-        The length is the one with the highest lower bound of the speed-up above 1x, else 0. The
-        speed-up falls with the load, so a load between two measured ones has the length of the
-        higher one. Loads above the highest measured one have length 0.
-        """
-        lengths: dict[str, dict[int, tuple[float, int]]] = {}  # (bound, length) by name and load
-        for name, draft in self.drafts.items():
-            for point in draft.by_load if draft.gamma else ():
-                if point.concurrency:
-                    best = lengths.setdefault(name_and_length(name)[0], {})
-                    bound = point.speedup.bounds[0], draft.gamma or 0
-                    best[point.concurrency] = max(best.get(point.concurrency, (1.0, 0)), bound)
-        schedules: dict[str, list[tuple[int, int, int]]] = {}
-        for base, loads in lengths.items():
-            schedule = schedules[base] = []
-            for load, (_, length) in sorted([*loads.items(), (max(loads) + 1, (1.0, 0))]):
-                first = schedule[-1][1] + 1 if schedule else 1
-                if schedule and schedule[-1][2] == length:
-                    first = schedule.pop()[0]
-                schedule.append((first, load, length))
-        return schedules
 
 
 # --- Reading ---

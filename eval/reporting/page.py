@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from eval.measuring.atlas import Bucket
-from eval.reporting.fields import DraftReport, Report
+from eval.reporting.fields import ONE_AT_A_TIME, DraftReport, Report
 from eval.reporting.tables import (
     DEFINITIONS,
     details,
@@ -142,9 +142,14 @@ def render_page(report: Report) -> str:
         .get_template("page.html.j2")
         .render(
             top=first,
+            prompts=first.speedups[ONE_AT_A_TIME][0][1].n,
             mark="bad" if report.broken else "tie" if ties else "good",
             widest=max(1.0, *ends),
-            colours={label(each): f"var(--s{coloured.index(each) % COLOURS})" for each in names},
+            colours={
+                label(each) + star: f"var(--s{coloured.index(each) % COLOURS})"
+                for each in names
+                for star in ("", "*")
+            },
             warnings=[warning.text for warning in find_warnings(report)],
             name=label(name),
             waterfall=waterfall(draft),

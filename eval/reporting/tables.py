@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
 
 from align.errors import abridged
 from eval.measuring.copy_share import TargetOutputs
-from eval.measuring.intervals import FEWEST_CLUSTERS, Measured
+from eval.measuring.intervals import FEWEST_CLUSTERS, Both, Measured
+from eval.measuring.metrics import Percentiles
 from eval.reporting.fields import REFERENCE, DraftReport, HeldOutCurve, Report
 from eval.reporting.verdict import in_order, label, size
 
@@ -27,7 +29,8 @@ LOAD_NOTE = (
     "With / without the draft, at steady loads: the first and the last requests do not count. A "
     "request that failed is repeated, and timed from its first try. Intervals are over batches of "
     "requests; for one request at a time, the first lines have the speed-up over prompts, which "
-    "differs. Outputs are not compared here, because bf16 sums depend on the batch."
+    "differs. Tail: p99 of 100 requests or more, else p95. Outputs are not compared here, because "
+    "bf16 sums depend on the batch."
 )
 # Short definitions from the fields' descriptions; docs/report.md has long ones.
 DEFINITIONS = {
@@ -86,6 +89,13 @@ def prompts_text(value: Measured) -> str:
     return f"{value.n} in {groups} groups" if groups else str(value.n)
 
 
+def _times(unit: str, percentile: str, tail: str, times: Both[Percentiles]) -> str:
+    """A percentile of the times with and without the draft. percentile: "" for the tail's."""
+    sides = times.speculative, times.baseline
+    with_draft, alone = (getattr(side, percentile or tail) for side in sides)
+    return f"{with_draft:.0f} / {alone:.0f}" if unit == "ms" else TWO(with_draft / 1e3, alone / 1e3)
+
+
 TWO, TWO_MS = "{:.1f} / {:.1f}".format, "{:.1f} / {:.1f} ms".format
 GAIN = "{:+.2f}".format
 RESULT: Cells = [
@@ -142,18 +152,22 @@ CATEGORIES: Cells = [
     ("prompts", "alpha.n", str),
 ]
 LOADS: Cells = [
-    ("requests at a time", "concurrency", str),
-    ("requests/s", "request_rate", "{:g}".format),
+    ("load", "load", lambda load: str(load).replace("requests at", "at")),
+    ("requests", "requests", str),
     ("speed-up", "speedup", shown),
-    ("tokens/s with / without", "tokens_per_s.speculative.mean tokens_per_s.baseline.mean", TWO),
-    ("in flight", "in_flight.speculative in_flight.baseline", TWO),
+    ("tokens/s", "tokens_per_s.speculative.mean tokens_per_s.baseline.mean", TWO),
+    ("in flight", "request_rate in_flight.speculative in_flight.baseline", lambda _, *n: TWO(*n)),
     ("mean acceptance length", "mean_acceptance_length", shown),
-    ("TTFT p50", "ttft_ms.speculative.p50 ttft_ms.baseline.p50", TWO_MS),
-    ("TTFT p99", "ttft_ms.speculative.p99 ttft_ms.baseline.p99", TWO_MS),
-    ("ITL p50", "itl_ms.speculative.p50 itl_ms.baseline.p50", TWO_MS),
-    ("ITL p99", "itl_ms.speculative.p99 itl_ms.baseline.p99", TWO_MS),
-    ("request p50", "e2e_ms.speculative.p50 e2e_ms.baseline.p50", TWO_MS),
-    ("request p99", "e2e_ms.speculative.p99 e2e_ms.baseline.p99", TWO_MS),
+    ("tail", "tail", str),
+    *(
+        (f"{title} {name}, {unit}", f"tail {field}", partial(_times, unit, at))
+        for title, field, unit in (
+            ("TTFT", "ttft_ms", "ms"),
+            ("ITL", "itl_ms", "ms"),
+            ("request", "e2e_ms", "s"),
+        )
+        for name, at in (("p50", "p50"), ("tail", ""))
+    ),
     ("good requests/s", "goodput.requests_per_s.speculative goodput.requests_per_s.baseline", TWO),
 ]
 DIVERGENCES: Cells = [
@@ -247,16 +261,15 @@ def gain_table(report: Report) -> Table:
 
 
 def load_table(report: Report) -> Table:
-    """The loads, with vLLM's setting for each draft whose best length depends on the load."""
-    schedules = [
-        f"For {label(name)}: num_speculative_tokens_per_batch_size {json.dumps(ranges)}."
-        for name, ranges in report.draft_length_by_load.items()
-        if len(ranges) > 1
-    ]
-    points = (
+    """The loads."""
+    points = [
         (label(name), point) for name in in_order(report) for point in report.drafts[name].by_load
-    )
-    return _table("By load", "draft", points, LOADS, " ".join([LOAD_NOTE, *schedules]))
+    ]
+    limits = {
+        f"{k} {v:g} ms" for _, p in points if p.goodput for k, v in p.goodput.limits_ms.items()
+    }
+    good = f" Good requests: within {', '.join(sorted(limits))}." if limits else ""
+    return _table("By load", "draft", points, LOADS, LOAD_NOTE + good)
 
 
 def divergence_table(report: Report) -> Table:

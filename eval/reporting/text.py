@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from textwrap import indent
 
-from eval.reporting.fields import Report
+from eval.reporting.fields import ONE_AT_A_TIME, Report
 from eval.reporting.tables import Table, gain_table, load_table, result_table
 from eval.reporting.verdict import times, top
 from eval.reporting.warnings import find_warnings
@@ -18,11 +18,12 @@ def print_summary(report: Report) -> None:
     width = max(len(name) for rows in first.speedups.values() for name, _ in rows)
     lines = ["", f"Verdict: {first.verdict}", f"Output:  {first.output}"]
     for load, rows in first.speedups.items():
-        over = f"over {rows[0][1].n} prompts" if load == 1 else f"at {load} requests at a time"
+        over = f"over {rows[0][1].n} prompts" if load == ONE_AT_A_TIME else f"at {load}"
         lines += [f"Speed-up {over}:"]
         lines += [f"  {name:{width}}  {times(value)}" for name, value in rows]
     lines += [f"  {first.note}"] if first.note else []
     lines += [f"Memory:  {first.memory}"] if first.memory else []
+    lines += [f"Serve:   {first.serve}"] if first.serve else []
     lines += [f"Next:    {command}" for command in first.commands]
     lines += [f"Warning: {warning.text}" for warning in find_warnings(report)]
     print("\n".join([*lines, first.setting]))
@@ -51,6 +52,7 @@ def render_markdown(report: Report) -> str:
         f"**{plain(lines.verdict)}**",
         f"Output check: {lines.output}.",
         *([f"Memory: {plain(lines.memory)}."] if lines.memory else []),
+        *(["Serve:", indent(lines.serve, "    ")] if lines.serve else []),
         *(["Next:", indent("\n".join(lines.commands), "    ")] if lines.commands else []),
         plain(lines.setting),
         "\n".join(f"- Warning: {plain(warning.text)}" for warning in find_warnings(report)),

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
+from align.errors import abridged
 from eval.decoding.drafters import LOOKUP
 from eval.measuring.intervals import Measured
 from eval.measuring.output_check import Ledger
-from eval.reporting.fields import REFERENCE, Report, name_and_length
+from eval.reporting.fields import (
+    ONE_AT_A_TIME,
+    REFERENCE,
+    DraftReport,
+    Load,
+    Report,
+    name_and_length,
+)
+from eval.reporting.recommendation import Recommendation, loads_of, recommended
 
 NAMES = {  # shown names of a training run's drafts, in order
     "untuned": "base draft",
@@ -19,6 +28,7 @@ NAMES = {  # shown names of a training run's drafts, in order
     "tuned": "distilled draft",
     "tuned+lookup": "n-gram, then distilled draft",
 }
+LATER = 1.1  # times to the first token differ by less from start to start
 REFERENCE_NOTE = (
     "* in the reference decoder only: vLLM 0.32 serves n-gram speculation or a draft; llama-server "
     "can combine them (n-gram first)."
@@ -31,9 +41,10 @@ class Top:
 
     verdict: str
     output: str
-    speedups: dict[int, list[tuple[str, Measured]]]  # by load: shown name (* REFERENCE_NOTE), value
+    speedups: dict[Load, list[tuple[str, Measured]]]  # shown name (* REFERENCE_NOTE) and value
     note: str
     memory: str
+    serve: str  # the command of the recommended server
     commands: list[str]  # to run next
     setting: str
 
@@ -41,6 +52,7 @@ class Top:
 def top(report: Report) -> Top:
     """The first lines of the report."""
     drafts = [(name, report.drafts[name]) for name in in_order(report)]
+    found = recommended(report)
     starred = {
         name for name, draft in drafts if report.engine == REFERENCE and not draft.serves_alone
     }
@@ -56,8 +68,9 @@ def top(report: Report) -> Top:
             for load in loads_of(report)
         },
         note=REFERENCE_NOTE if starred else "",
-        memory=_memory(report),
-        commands=list(_commands(report)),
+        memory=_memory(report, found),
+        serve=_serve(report, found) if found else "",
+        commands=list(_commands(report, found)) if found else [],
         setting=_setting(report),
     )
 
@@ -99,53 +112,24 @@ def measured_in(report: Report) -> str:
     return f"{report.engine} {version}" if version else report.engine
 
 
-def recommended(report: Report, load: int = 1) -> str | None:
-    """The name of the draft with the highest lower bound of the speed-up; None if none is above 1x.
-
-    N-gram speculation needs no draft, so it is preferred to drafts that are not shown to be faster.
-    load: requests at a time. Drafts with mismatches are left out. Of the reference decoder's
-    drafts, so are those that vLLM cannot serve.
-    """
-    bounds = {
-        name: speedups[load].bounds[0]
-        for name, draft in report.drafts.items()
-        if name not in report.broken
-        and (draft.serves_alone or report.engine != REFERENCE)
-        and load in (speedups := draft.speedup_by_load)
-        and speedups[load].bounds[0] > 1
-    }
-    best = max(bounds, key=lambda name: bounds[name], default=None)
-    ngram = next((name for name in bounds if report.drafts[name].path == LOOKUP), None)
-    return best if best is None or _beats(report, best, ngram, load) else ngram
-
-
-def _beats(report: Report, name: str, ngram: str | None, load: int) -> bool:
-    """Whether a draft is shown to be faster than n-gram speculation, or this is not recommended."""
-    if ngram in (None, name):
-        return True
-    gains = [g.speedup for g in report.gain if (g.draft, g.over) == (name, ngram)]
-    if load == 1 and gains:
-        return gains[0].bounds[0] > 0
-    speedup, alone = (report.drafts[each].speedup_by_load[load] for each in (name, ngram))
-    return speedup.bounds[0] > alone.mean
-
-
 def verdict(report: Report) -> str:
     """One line: what to do, the speed-up, and the engine in which it was measured."""
     engine, loads = measured_in(report), loads_of(report)
     broken = ", ".join(map(label, report.broken))
     start = f"Do NOT serve {broken}: outputs mismatch the target's. " if broken else ""
-    if loads[1:]:
-        return f"{start}{_by_load(report, loads)} Measured in {engine}."
-    name = recommended(report)
-    if name is None:
+    found = recommended(report)
+    if found is None:
         if all(draft.speedup.ci95 is None for draft in report.drafts.values()):
             most = max(d.speedup.clusters or d.speedup.n for d in report.drafts.values())
             return (
                 f"{start}No verdict: {most} prompts (or groups) in {engine} are too few for an "
                 "interval."
             )
-        return f"{start}No draft is shown to be faster than the target alone in {engine}."
+        at = f" {at_loads(dict.fromkeys(loads))}" if loads[1:] else ""
+        return f"{start}No draft is shown to be faster than the target alone{at} in {engine}."
+    if loads[1:]:
+        return f"{start}{_by_load(report, found)} Higher loads: not measured. Measured in {engine}."
+    name = found.served[ONE_AT_A_TIME]
     draft = report.drafts[name]
     shown = _with_length(report, name)
     ngram = next((d for d in report.drafts.values() if d.path == LOOKUP), None)
@@ -153,9 +137,11 @@ def verdict(report: Report) -> str:
     if draft is ngram:
         alone = "; no draft is shown to be faster than this" if len(report.drafts) > 1 else ""
     if report.engine != REFERENCE:
+        later = first_token(draft, ONE_AT_A_TIME)
+        later = f" First token: {later}." if later else ""
         return (
             f"{start}Serve {shown} for one request at a time: {times(draft.speedup)}, measured in "
-            f"{engine}{alone}. Several at a time were not measured; add --concurrency 4,8."
+            f"{engine}{alone}.{later} Several at a time were not measured; add --concurrency 4,8."
         )
     return (
         f"{start}Test {shown} in your engine: {times(draft.speedup)}, measured in {engine} (no "
@@ -163,34 +149,57 @@ def verdict(report: Report) -> str:
     )
 
 
-def loads_of(report: Report) -> list[int]:
-    """The measured numbers of requests at a time."""
-    return sorted({load for draft in report.drafts.values() for load in draft.speedup_by_load})
+def _by_load(report: Report, found: Recommendation) -> str:
+    """What to serve, its speed-up at each load, and what else changes for a user."""
+    drafts = {load: report.drafts[name] for load, name in found.served.items()}
+    one_length = len({*found.served.values()}) == 1
+    name = next(iter(found.served.values()))
+    shown = _with_length(report, name) if one_length else label(name_and_length(name)[0])
+    speedups = {
+        load: times(draft.speedup_by_load[load])
+        + ("" if one_length else f" with draft length {draft.gamma}")
+        for load, draft in drafts.items()
+    }
+    text = f"Serve {shown}: {at_loads(speedups)}."
+    if found.off:
+        text += f" Its schedule switches it off {at_loads(dict.fromkeys(found.off))}."
+    if found.slow:
+        text += f" Not {at_loads(dict.fromkeys(found.slow))}, where it is not shown to be faster."
+    for title, change in (("First token", first_token), ("Good requests/s", good_requests)):
+        changes = {load: change(draft, load) for load, draft in drafts.items()}
+        if any(changes.values()):
+            text += f" {title}: {at_loads({at: each for at, each in changes.items() if each})}."
+    return text
 
 
-def _recommended_at_loads(report: Report) -> list[str]:
-    """The drafts that are recommended at a load, each once."""
-    names = dict.fromkeys(recommended(report, load) for load in loads_of(report))
-    return [name for name in names if name is not None]
+def at_loads(texts: Mapping[Load, str | None]) -> str:
+    """The texts with their loads, as `1.7x at 1 request at a time, 1.4x at 4`."""
+    parts, unit = list[str](), ""
+    for load, text in texts.items():
+        same = unit and load.unit.endswith(unit)
+        shown = f"{load.rate or load.concurrency:g}" if same else load
+        parts.append(f"{text or ''} at {shown}".strip())
+        unit = "requests/s" if load.rate else "at a time"
+    return ", ".join(parts)
 
 
-def _by_load(report: Report, loads: list[int]) -> str:
-    """What to serve at each load; neighbouring loads with the same draft are one clause."""
-    clauses: list[str] = []
-    for name, same in groupby(loads, lambda load: recommended(report, load)):
-        few, *more = same
-        at = f"at {few} to {more[-1]}" if more else f"at {few}"
-        if not clauses:
-            at += " request at a time" if [few, *more] == [1] else " requests at a time"
-        if name is None:
-            clauses.append(f"no draft {at}, because none is shown to be faster")
-            continue
-        speedups = report.drafts[name].speedup_by_load
-        figures = ", ".join(
-            times(speedups[load]) + (f" at {load}" if more else "") for load in (few, *more)
-        )
-        clauses.append(f"{_with_length(report, name)} {at} ({figures})")
-    return f"Serve {'; '.join(clauses)}. More than {loads[-1]}: not measured."
+def first_token(draft: DraftReport, load: Load) -> str:
+    """The time to the first token with the draft, if it is clearly longer at the load, else ""."""
+    alone, with_draft = draft.ttft_ms.baseline.mean, draft.ttft_ms.speculative.mean
+    for point in draft.by_load if load != ONE_AT_A_TIME else ():
+        if point.load == load and point.ttft_ms:
+            alone, with_draft = point.ttft_ms.baseline.p50, point.ttft_ms.speculative.p50
+    return f"{with_draft:,.0f} ms instead of {alone:,.0f}" if with_draft > LATER * alone else ""
+
+
+def good_requests(draft: DraftReport, load: Load) -> str:
+    """The good requests per second with the draft and without it; "" if no limits were given."""
+    goods = [point.goodput for point in draft.by_load if point.load == load]
+    return "".join(
+        f"{good.requests_per_s.speculative:.2f} instead of {good.requests_per_s.baseline:.2f}"
+        for good in goods
+        if good
+    )
 
 
 def _with_length(report: Report, name: str) -> str:
@@ -211,13 +220,13 @@ def _output(report: Report) -> str:
     return f"{total} ({report.dtype}, greedy{drafts})"
 
 
-def _memory(report: Report) -> str:
+def _memory(report: Report, found: Recommendation | None) -> str:
     """Memory to serve a draft model: the distilled, else the recommended, else the last one.
 
     It is the size of the full-vocabulary checkpoint, because engines load this one.
     """
     names = ["tuned"] if "tuned" in report.drafts else []
-    for name in (*names, *_recommended_at_loads(report), *reversed(report.drafts)):
+    for name in (*names, *(found.served.values() if found else ()), *reversed(report.drafts)):
         draft = report.drafts[name]
         if draft.serves_alone and draft.path != LOOKUP and (memory := draft.memory):
             count = memory.full_form_bytes or memory.draft_bytes
@@ -228,20 +237,36 @@ def _memory(report: Report) -> str:
     return ""
 
 
-def _commands(report: Report) -> Iterator[str]:
-    """The next command for each draft that is recommended at a load."""
-    # the traffic of llama.cpp and SGLang cannot be watched
-    if report.engine in ("llama.cpp", "sglang"):
+def _longest(report: Report, found: Recommendation) -> str:
+    """The name of the draft at its longest length that is served."""
+    return max(found.served.values(), key=lambda name: report.drafts[name].gamma or 0)
+
+
+def _serve(report: Report, found: Recommendation) -> str:
+    """The command of a server with the draft and its schedule, as far as it is known."""
+    lengths = {"num_speculative_tokens_per_batch_size": found.schedule}
+    words = report.drafts[_longest(report, found)].serve
+    if words and found.schedule:
+        at = words.index("--speculative-config") + 1
+        config = json.dumps(json.loads(words[at]) | lengths)
+        words = [*words[:at], config, *words[at + 1 :]]
+    elif found.schedule:
+        return f"vllm serve … --speculative-config '{{…, {json.dumps(lengths)[1:]}'"
+    return shlex.join(words)
+
+
+def _commands(report: Report, found: Recommendation) -> Iterator[str]:
+    """The next command for the recommended draft."""
+    name = _longest(report, found)
+    draft = report.drafts[name]
+    if report.engine == "vllm":
+        folder = str(report.provenance.get("output_dir", "."))
+        words = ["python", "-m", "eval.drift", folder, "--draft", name]
+        yield shlex.join([*words, "--metrics", "http://localhost:8000"])
+    # the traffic of llama.cpp and SGLang cannot be watched; distill.adapt removes its draft
+    elif report.engine in ("llama.cpp", "sglang") or "removed" in report.provenance:
         return
-    for name in _recommended_at_loads(report):
-        if report.engine == "vllm":
-            folder = str(report.provenance.get("output_dir", "."))
-            words = ["python", "-m", "eval.drift", folder, "--draft", name]
-            yield shlex.join([*words, "--metrics", "http://localhost:8000"])
-            continue
-        if "removed" in report.provenance:  # by distill.adapt, with the draft
-            continue
-        draft = report.drafts[name]
+    else:
         words = ["python", "-m", "eval.run"]
         tuned = Path(report.drafts["tuned"].path) if "tuned" in report.drafts else None
         if tuned is not None and "draft" in tuned.parts:
@@ -258,12 +283,13 @@ def _setting(report: Report) -> str:
     count = machine.cores
     cores = f", {count} core{'s' * (count > 1)}" if count else ""
     hardware = f"{machine.hardware}{cores}" if machine.hardware else report.device
-    target, loads = report.target_named, loads_of(report)
+    quantised, loads = report.target_quantization, loads_of(report)
+    target = abridged(report.target).removeprefix("pypi:").partition("==")[0]
     parts = [
-        f"{target.rpartition('/')[2] if target.startswith('pypi:') else target}, {report.dtype}",
+        f"{target}{f' (GGUF {quantised})' if quantised else ''}, {report.dtype}",
         hardware,
         machine.date[:16].replace("T", " ") + " UTC",
-        f"{', '.join(map(str, loads))} requests at a time" if loads[1:] else "batch 1",
+        at_loads(dict.fromkeys(loads)) if loads[1:] else "batch 1",
         f"temperature {report.decoding.temperature:g}",
         f"{report.prompts.n} prompts, {report.last[1].speedup.n} timed",
     ]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from eval.decoding.drafters import LOOKUP
 from eval.reporting.fields import DraftReport, Report
-from eval.reporting.verdict import label, times
+from eval.reporting.verdict import at_loads, first_token, good_requests, label, times
 
 FEW_DRAFTS = 300
 COPIED_MUCH = 0.5  # share of tokens copied from the output itself; such outputs mostly loop
@@ -31,7 +31,7 @@ def find_warnings(report: Report) -> list[ReportWarning]:
         found += [
             ReportWarning(code, f"{label(name)}: {text}") for code, text in _about_draft(draft)
         ]
-    return [*found, *_about_gains(report)]
+    return [*found, *_few_drafts(report), *_about_gains(report)]
 
 
 def _mismatches(report: Report) -> Iterator[ReportWarning]:
@@ -109,16 +109,17 @@ def _about_draft(draft: DraftReport) -> Iterator[tuple[str, str]]:
     for entry in draft.missing:
         if entry.field == "prompts":
             yield "partial", f"only some prompts were measured: {entry.reason}"
-    low, high = draft.speedup.bounds
-    if high < 1:
-        yield "slower", f"it slows the target down, to {times(draft.speedup)}."
-    elif draft.speedup.ci95 and low <= 1:
+    speedups = draft.speedup_by_load
+    if slower := {at: times(speedup) for at, speedup in speedups.items() if speedup.bounds[1] < 1}:
+        yield "slower", f"it slows the target down, to {at_loads(slower)}."
+    elif draft.speedup.ci95 and draft.speedup.bounds[0] <= 1:
         yield "no-effect", "the interval of the speed-up contains 1x, so no effect is shown."
-    drafts = draft.per_position[0].drafts if draft.per_position else FEW_DRAFTS
-    if not draft.per_position and draft.counters:
-        drafts = draft.counters.num_drafts
-    if drafts < FEW_DRAFTS:
-        yield "few-drafts", f"acceptance is measured on {drafts} drafts, fewer than {FEW_DRAFTS}."
+    if later := {at: text for at in speedups if (text := first_token(draft, at))}:
+        yield "first-token-later", f"the first token comes later: {at_loads(later)}."
+    lost = [point.load for point in draft.by_load if point.goodput and point.goodput.lost]
+    if lost:
+        fewer = at_loads({load: good_requests(draft, load) for load in lost})
+        yield "fewer-good", f"fewer requests per second are within the limits: {fewer}."
     efficiency = draft.decode_efficiency
     if efficiency and efficiency.mean < USUAL_EFFICIENCY[0]:
         yield (
@@ -132,6 +133,18 @@ def _about_draft(draft: DraftReport) -> Iterator[tuple[str, str]]:
             f"decoding reaches {efficiency.mean:.2f} of the predicted speed-up, because single "
             "steps were timed on a busy machine. Measure again.",
         )
+
+
+def _few_drafts(report: Report) -> Iterator[ReportWarning]:
+    few = []
+    for name, draft in report.drafts.items():
+        counted = draft.counters.num_drafts if draft.counters else FEW_DRAFTS
+        drafts = draft.per_position[0].drafts if draft.per_position else counted
+        if drafts < FEW_DRAFTS:
+            few.append(f"{label(name)} {drafts}")
+    if few:
+        text = f"Acceptance is measured on fewer than {FEW_DRAFTS} drafts: {', '.join(few)}."
+        yield ReportWarning("few-drafts", text)
 
 
 def _about_gains(report: Report) -> Iterator[ReportWarning]:

@@ -204,6 +204,11 @@ def test_checkpoints_are_written_for_a_server(tmp_path, monkeypatch, program, st
         assert command[command.index("--model") + 1].endswith(".gguf")
         assert command[command.index("--ctx-size") + 1] == "32"
     assert report.environment.server_arguments == ["--ctx-size", "32", *commands[0][-4:]]
+    drafting = ["--spec-type", "draft-simple", "--model-draft", "draft.gguf"]
+    assert report.drafts["own, gamma 8"].serve == [
+        *["llama-server", "--model", "target.gguf", *drafting],
+        *["--spec-draft-n-max", "8", "--spec-draft-p-min", "0"],
+    ]
 
 
 def test_a_written_dflash_draft_whose_mask_is_no_token_of_the_target(tmp_path, program):

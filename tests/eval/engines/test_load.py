@@ -2,7 +2,6 @@
 
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from eval.engines.load import Load, Request, TimedPass, load_point, passes, time
 from eval.engines.vllm import VllmServer
 from eval.measuring.intervals import StartError
 from eval.prompts import Prompt
-from eval.reporting.fields import LoadPoint, Report
+from eval.reporting.fields import LoadPoint
 from tests.fake_vllm import Constant
 
 PROMPTS = [Prompt(str(i), prompt=f"say {i}") for i in range(40)]
@@ -157,33 +156,3 @@ def test_requests_in_flight_at_a_rate_are_those_of_a_count_at_each_moment():
             moments = np.arange(starts[one.edge], starts[-one.edge], 1e-3)[:, None]
             counts += ((starts <= moments) & (moments < starts + seconds)).sum(1).tolist()
         assert found == pytest.approx(np.mean(counts), rel=2e-3)
-
-
-ALWAYS_GAINS, AT_FEW = {1: 1.2, 4: 1.1, 8: 1.05}, {1: 1.4, 4: 1.1, 8: 0.8}
-
-
-@pytest.mark.parametrize(
-    ("lowest_of", "ranges"),
-    [
-        ({3: {1: 1.4, 4: 1.1, 8: 0.8, 32: 0.6}}, {"D": [(1, 4, 3), (5, 33, 0)]}),
-        ({3: {1: 1.4, 8: 1.1}}, {"D": [(1, 8, 3), (9, 9, 0)]}),  # 0 where nothing was measured
-        ({3: {4: 0.8, 8: 1.1}}, {"D": [(1, 4, 0), (5, 8, 3), (9, 9, 0)]}),
-        ({3: {1: 0.9}}, {"D": [(1, 2, 0)]}),  # and 1.1 in the mean: not shown to gain
-        ({3: {8: 1.1, 1: 1.4}}, {"D": [(1, 8, 3), (9, 9, 0)]}),
-        ({3: {}}, {}),
-        ({None: {1: 1.4}}, {}),  # a server whose draft length nobody told
-        ({1: ALWAYS_GAINS, 3: AT_FEW}, {"D": [(1, 4, 3), (5, 8, 1), (9, 9, 0)]}),
-    ],
-)
-def test_the_length_to_serve_with_at_each_load(lowest_of, ranges):
-    drafts = {
-        f"D, gamma {gamma}": SimpleNamespace(
-            gamma=gamma,
-            by_load=[
-                SimpleNamespace(concurrency=load, speedup=SimpleNamespace(bounds=(lowest, 9.0)))
-                for load, lowest in points.items()
-            ],
-        )
-        for gamma, points in lowest_of.items()
-    }
-    assert Report.model_construct(drafts=drafts).draft_length_by_load == ranges

@@ -387,7 +387,11 @@ def test_servers_are_started_for_every_draft_and_length(tmp_path, prompts, pair,
         assert draft.lossless.identical == draft.speedup.n == 10
         assert draft.counters.mean_acceptance_length.mean == draft.gamma
         assert [point.concurrency for point in draft.by_load] == [1, 2]
-    assert set(report.draft_length_by_load) == {"lookup", "own"}
+        # users get the same draft, and none of the measurement's own arguments
+        *served, config = draft.serve
+        assert served == ["vllm", "serve", str(tmp_path / "target"), "--speculative-config"]
+        assert json.loads(config) in configs
+        assert json.loads(config)["num_speculative_tokens"] == draft.gamma
 
 
 @pytest.mark.parametrize("older", [False, True])

@@ -13,14 +13,17 @@ import pytest
 
 from eval import drift
 from eval.measuring.cost import StepCosts
+from eval.measuring.intervals import Both
+from eval.measuring.metrics import Percentiles
 from eval.measuring.sampled_check import SampledCheck
 from eval.reporting.build import build_report, compared
-from eval.reporting.fields import LoadPoint, ReportError, read_report
+from eval.reporting.fields import LoadPoint, ReportError, checked, read_report
 from eval.reporting.files import write_report
 from eval.reporting.page import render_page, waterfall
-from eval.reporting.tables import details, divergence_table, result_table
+from eval.reporting.recommendation import draft_lengths, recommended
+from eval.reporting.tables import details, divergence_table, load_table, result_table
 from eval.reporting.text import print_summary, render_markdown
-from eval.reporting.verdict import in_order, loads_of, recommended, top, verdict
+from eval.reporting.verdict import in_order, top, verdict
 from eval.reporting.warnings import find_warnings
 from tests.conftest import assert_golden
 
@@ -95,6 +98,15 @@ def put(report, path, value):
     parent, _, key = path.rpartition(".")
     holder = value_at(report, parent)
     holder[int(key) if isinstance(holder, list) else key] = value
+
+
+def served(report):
+    """The recommended draft by load, with requests at a time as numbers and rates as `N/s`."""
+    found = recommended(report)
+    return found and {
+        f"{load.rate:g}/s" if load.rate else load.concurrency: name
+        for load, name in found.served.items()
+    }
 
 
 def codes(report):
@@ -366,40 +378,190 @@ def test_the_highest_lower_bound_is_recommended_not_the_highest_mean(sample_repo
     untuned, tuned = sample_report.drafts.values()
     untuned.speedup.mean, untuned.speedup.ci95 = 1.9, (1.05, 2.7)
     tuned.speedup.mean, tuned.speedup.ci95 = 1.5, (1.4, 1.6)
-    assert recommended(sample_report) == "tuned"
+    assert served(sample_report) == {1: "tuned"}
     tuned.speedup.ci95 = (0.9, 2.1)
-    assert recommended(sample_report) == "untuned"
+    assert served(sample_report) == {1: "untuned"}
     untuned.lossless.divergences[0].tie = False
-    assert recommended(sample_report) is None
+    assert served(sample_report) is None
     assert verdict(sample_report).startswith("Do NOT serve base draft")
 
 
-def test_the_recommendation_is_by_load(sample_report):
-    """A draft that gains alone and loses at 8 is not recommended there; the free one may win."""
-    untuned, tuned = sample_report.drafts.values()
-    untuned.path, untuned.by_load = "prompt-lookup", loads({4: (1.12, 1.2), 8: (0.9, 1.1)})
-    untuned.speedup.ci95 = (1.1, 1.4)
-    tuned.speedup.ci95, tuned.by_load = (1.3, 1.5), loads({4: (1.14, 1.3), 8: (0.7, 0.9)})
-    report = sample_report.model_copy(update={"engine": "vllm"})
-    assert [recommended(report, load) for load in (1, 4, 8)] == ["tuned", "untuned", None]
-    low, high = report.gain[0].speedup.ci95
-    report.gain[0].speedup.ci95 = (-low, high)
-    assert recommended(report) == "untuned"  # the draft is not shown to be faster than the free one
-    report.gain[0].speedup.ci95 = (low, high)
-    assert loads_of(report) == [1, 4, 8]
+@pytest.fixture
+def by_load(run_info, measurement):
+    """Makes a report of an engine. drafts: intervals of the speed-up by load, by name; a load is a
+    number of requests at a time, or (requests per second, requests in flight).
+    """
+
+    def make(drafts, engine="vllm", **paths):
+        logs = [measurement(name, 0.5, path=paths.get(name, name)) for name in drafts]
+        report = build_report(run_info, logs)
+        report.engine, report.gain = engine, []
+        for name, intervals in drafts.items():
+            draft = report.drafts[name]
+            draft.gamma = int(name.partition("gamma ")[2] or 3)
+            draft.speedup.ci95 = intervals.pop(1)
+            draft.speedup.mean = sum(draft.speedup.ci95) / 2
+            draft.by_load = loads(intervals)
+            config = json.dumps({"model": name, "num_speculative_tokens": draft.gamma})
+            draft.serve = ["vllm", "serve", "T", "--speculative-config", config]
+        return report
+
+    return make
+
+
+def test_one_configuration_is_recommended_for_all_loads(by_load):
+    """Mutants: the best draft of each load; the highest mean; loads that are left out."""
+    drafts = {
+        "mine": {1: (1.5, 2.0), 2: (1.28, 1.7), 4: (0.8, 1.0)},
+        "suffix": {1: (1.1, 1.4), 2: (1.29, 1.5), 4: (0.9, 1.2)},
+        "surest": {1: (1.2, 1.4), 2: (1.2, 1.4), 4: (0.9, 1.2)},
+    }
+    report = by_load(drafts)
+    assert served(report) == {1: "mine", 2: "mine"}
+    assert recommended(report).schedule == [(1, 2, 3), (3, 5, 0)]
+    first = top(report)
+    config = json.loads(shlex.split(first.serve)[-1])
+    assert config == {
+        **{"model": "mine", "num_speculative_tokens": 3},
+        "num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 5, 0]],
+    }
     report.provenance["output_dir"] = "outputs/code-vllm"
-    asked = [drift.parse(shlex.split(command)[3:]) for command in top(report).commands]
-    assert [args.draft for args in asked] == ["tuned", "untuned"]
-    assert {args.report for args in asked} == {Path("outputs/code-vllm")}
-    for text in (render_markdown(report), render_page(report)):
-        assert text.count("eval.drift") == 2
-    words = verdict(report)
-    assert words.index("distilled") < words.index("at 4 (1.16x") < words.index("no draft at 8")
-    assert "1, 4, 8 requests at a time" in top(report).setting
-    assert {load: len(rows) for load, rows in top(report).speedups.items()} == {1: 2, 4: 2, 8: 2}
-    assert render_page(report).count('class="waterfall"') == 1 + 3
-    for text in (render_markdown(report), render_page(report)):
-        assert text.index("By load") < text.index("Results")  # before the speeds of one at a time
+    (command,) = top(report).commands
+    assert drift.parse(shlex.split(command)[3:]).draft == "mine"
+    assert {str(load): len(rows) for load, rows in first.speedups.items()} == {
+        **{"1 request at a time": 3, "2 requests at a time": 3, "4 requests at a time": 3}
+    }
+    page, text = render_page(report), render_markdown(report)
+    assert page.count('class="waterfall"') == 1 + 3
+    for shown in (page, text):
+        assert "num_speculative_tokens_per_batch_size" in shown
+        assert shown.index("By load") < shown.index("Results")  # before one at a time alone
+    report.drafts["mine"].serve = []  # a running server
+    assert "num_speculative_tokens_per_batch_size" in top(report).serve
+
+
+def test_a_schedule_may_shorten_the_draft(by_load):
+    drafts = {
+        "mine, gamma 4": {1: (1.8, 2.0), 8: (0.8, 0.9), 32: (0.5, 0.6)},
+        "mine, gamma 2": {1: (1.4, 1.6), 8: (1.1, 1.2), 32: (0.7, 0.8)},
+    }
+    report = by_load(drafts)
+    assert served(report) == {1: "mine, gamma 4", 8: "mine, gamma 2"}
+    assert recommended(report).schedule == [(1, 1, 4), (2, 8, 2), (9, 33, 0)]
+    config = json.loads(shlex.split(top(report).serve)[-1])
+    assert config["num_speculative_tokens"] == 4
+
+
+@pytest.mark.parametrize(("engine", "name"), [("llama.cpp", "mine"), ("vllm", "suffix")])
+def test_what_cannot_be_switched_off_by_load_has_no_schedule(by_load, engine, name):
+    """A server of one length is measured at each load with this length."""
+    report = by_load({name: {1: (1.5, 2.0), 4: (0.8, 1.0)}}, engine, suffix="suffix")
+    found = recommended(report)
+    assert (served(report), found.schedule) == ({1: name}, [])
+    assert [load.concurrency for load in found.slow] == [4]
+    assert "4 requests at a time" in verdict(report)
+    # a weaker one that is faster at each load is what one server can serve
+    drafts = {name: {1: (1.5, 2.0), 4: (0.8, 1.0)}, "weak": {1: (1.1, 1.2), 4: (1.1, 1.2)}}
+    assert served(by_load(drafts, engine, suffix="suffix")) == {1: "weak", 4: "weak"}
+
+
+def test_rates_decide_too(by_load):
+    """The schedule counts the requests that were in flight. Mutant: rates are passed over."""
+    drafts = {"mine": {1: (1.5, 2.0), 4: (1.2, 1.4), 8: (0.8, 1.0), (2, 3.5): (1.1, 1.2)}}
+    report = by_load(drafts)
+    assert served(report) == {1: "mine", 4: "mine", "2/s": "mine"}
+    assert "at 2 requests/s" in verdict(report)
+    drafts["mine"] |= {1: (1.5, 2.0), (2, 3.5): (0.9, 1.2), (5, 7.5): (0.5, 0.6)}
+    found = recommended(by_load(drafts))
+    assert [load.rate for load in found.slow] == [2]
+    assert [load.rate or load.concurrency for load in found.off] == [8, 5]
+    rates = {"mine": {1: (1.5, 2.0), (2, 3.5): (1.1, 1.2), (5, 7.5): (0.5, 0.6)}}
+    found = recommended(by_load(rates))
+    assert ([load.rate for load in found.slow], found.schedule) == ([5], [])
+
+
+def test_n_gram_speculation_is_served_unless_a_draft_is_shown_to_be_faster(by_load):
+    drafts = {"lookup": {1: (1.1, 1.4), 4: (1.12, 1.2)}, "tuned": {1: (1.3, 1.5), 4: (1.14, 1.3)}}
+    report = by_load(drafts, lookup="prompt-lookup")
+    assert served(report) == {1: "tuned", 4: "tuned"}
+    drafts["lookup"][1], drafts["tuned"][1] = (1.1, 1.4), (1.2, 1.5)
+    report = by_load(drafts, lookup="prompt-lookup")
+    assert served(report) == {1: "lookup", 4: "lookup"}
+
+
+def first_tokens(p50):
+    """The times to the first token, whose median is 1 ms without a draft."""
+    times = {"p50": 1.0, "p95": 3.0, "p99": 9.0}
+    return Both[Percentiles](baseline=times, speculative=times | {"p50": p50})
+
+
+def test_what_a_user_loses_is_said(by_load):
+    """A later first token and lost goodput; each is a warning, and stands in the verdict."""
+    report = by_load({"mine": {1: (1.5, 2.0), 4: (1.2, 1.4), (2, 3.5): (1.1, 1.2)}})
+    assert codes(report) == []
+    draft = report.drafts["mine"]
+    for point in draft.by_load:
+        point.ttft_ms = first_tokens(1.05)
+    draft.ttft_ms.speculative.mean = 1.2 * draft.ttft_ms.baseline.mean
+    assert codes(report) == ["first-token-later"]
+    assert "ms instead of 30 at 1 request at a time." in verdict(report)
+    draft.ttft_ms.speculative.mean = draft.ttft_ms.baseline.mean
+    assert codes(report) == []
+    at_rate = draft.by_load[-1]
+    at_rate.ttft_ms = first_tokens(2.0)
+    good = {"limits_ms": {"ttft": 500}, "requests_per_s": {"baseline": 1.9, "speculative": 1.5}}
+    at_rate.goodput = good
+    report = checked(report)
+    assert codes(report) == ["first-token-later", "fewer-good"]
+    for text in ("2 ms instead of 1 at 2 requests/s", "1.50 instead of 1.90 at 2 requests/s"):
+        assert text in verdict(report)
+
+
+def test_a_draft_that_slows_a_load_down_is_warned_about(by_load):
+    report = by_load({"mine": {1: (1.5, 2.0), 4: (0.7, 0.9)}})
+    assert codes(report) == ["slower"]
+    assert "at 4 requests at a time" in find_warnings(report)[0].text
+
+
+def test_the_tail_is_a_percentile_that_the_requests_support(by_load):
+    report = by_load({"mine": {1: (1.5, 2.0), 4: (1.2, 1.4), 8: (1.1, 1.2)}})
+    few, many = report.drafts["mine"].by_load
+    few.requests, many.requests = 99, 100
+    few.ttft_ms = many.ttft_ms = first_tokens(1.0)
+    table = load_table(report)
+    rows = [dict(zip(table.header, row, strict=True)) for row in table.rows]
+    shown = [(row["requests"], row["tail"], row["TTFT tail, ms"]) for row in rows]
+    assert shown == [("99", "p95", "3 / 3"), ("100", "p99", "9 / 9")]
+
+
+def test_a_draft_keeps_its_colour_where_another_was_not_measured(by_load):
+    report = by_load({"a": {1: (1.1, 1.2)}, "b": {1: (1.1, 1.2), 4: (1.1, 1.2)}})
+    page = render_page(report)
+    alone = page[page.index("At 4 requests at a time") :]
+    assert re.search(r"fill:var\((--s\d)\)", alone)[1] == "--s0"  # the last draft's accent
+
+
+ALWAYS, AT_FEW = {1: 1.2, 4: 1.1, 8: 1.05}, {1: 1.4, 4: 1.15, 8: 0.9}
+
+
+@pytest.mark.parametrize(
+    ("lowest_of", "ranges"),
+    [
+        ({3: {1: 1.4, 4: 1.1, 8: 0.8, 32: 0.6}}, [(1, 4, 3), (5, 33, 0)]),
+        ({3: {1: 1.4, 8: 1.1}}, [(1, 8, 3), (9, 9, 0)]),  # 0 where nothing was measured
+        ({3: {1: 0.8, 4: 0.8, 8: 1.1}}, [(1, 4, 0), (5, 8, 3), (9, 9, 0)]),
+        ({3: {1: 1.4, 4: 0.9}}, [(1, 1, 3), (2, 5, 0)]),  # one at a time is of the prompts
+        ({3: {1: 0.9, 2: 0.9}}, [(1, 3, 0)]),  # and 1.1 in the mean: not shown to gain
+        ({3: {1: 1.4}}, []),
+        ({1: ALWAYS, 3: AT_FEW}, [(1, 4, 3), (5, 8, 1), (9, 9, 0)]),
+    ],
+)
+def test_the_length_to_serve_with_at_each_load(by_load, lowest_of, ranges):
+    drafts = {
+        f"mine, gamma {length}": {load: (low, low + 0.2) for load, low in lowest.items()}
+        for length, lowest in lowest_of.items()
+    }
+    assert draft_lengths([*by_load(drafts).drafts.values()]) == ranges
 
 
 def test_drafts_are_shown_by_their_names(run_info, measurement):
@@ -413,21 +575,26 @@ def test_drafts_are_shown_by_their_names(run_info, measurement):
     report.engine = "vllm"
     for draft in report.drafts.values():
         draft.by_load = loads({1: (1.2, 1.3), 8: (0.9, 1.1)})
-    assert list(report.draft_length_by_load) == ["untuned", "mine"]
     page, text = render_page(report), render_markdown(report)
     for shown in (page, text):
-        assert "For base draft: num_speculative_tokens_per_batch_size" in shown
+        assert "base draft, draft length 2" in shown
         assert "part2" not in shown
     assert "part1.bin and 5 more pieces" in page
     assert "part1" not in text
 
 
 def loads(intervals):
-    """`by_load` of speed-ups with these intervals."""
+    """`by_load` of speed-ups with these intervals; a load is as in `by_load`."""
     number = {"mean": 1.0, "ci95": None, "n": 10}
     return [
         LoadPoint(
-            concurrency=load,
+            **{"concurrency": load}
+            if isinstance(load, int)
+            else {
+                "concurrency": None,
+                "request_rate": load[0],
+                "in_flight": {"baseline": load[1], "speculative": load[1]},
+            },
             requests=40,
             tokens_per_s={"baseline": number, "speculative": number},
             speedup=number | {"mean": sum(interval) / 2, "ci95": interval},
@@ -441,9 +608,9 @@ def loads(intervals):
 def test_what_no_engine_serves_is_not_recommended(four_drafts):
     speedups = {name: draft.speedup.mean for name, draft in four_drafts.drafts.items()}
     assert max(speedups, key=speedups.get) == "tuned+lookup"
-    assert recommended(four_drafts) == "tuned"
-    served = four_drafts.model_copy(update={"engine": "llama-server"})
-    assert recommended(served) == "tuned+lookup"
+    assert served(four_drafts) == {1: "tuned"}
+    in_engine = four_drafts.model_copy(update={"engine": "llama-server"})
+    assert served(in_engine) == {1: "tuned+lookup"}
     assert in_order(four_drafts) == ["untuned", "lookup", "tuned", "tuned+lookup"]
     (command,) = top(four_drafts).commands
     assert command.endswith("--run outputs/code --engine vllm --gamma 3")
@@ -522,7 +689,7 @@ def test_sampled_outputs_that_differ_are_a_mismatch(sample_report):
     for p_value, broken in ((0.006, []), (0.004, ["tuned"])):
         tuned.sampled_check = SampledCheck(**SAMPLED, p_value=p_value)
         assert sample_report.broken == broken
-        assert (recommended(sample_report) == "tuned") == (not broken)
+        assert (served(sample_report) == {1: "tuned"}) == (not broken)
     assert find_warnings(sample_report)[0].code == "sampled-mismatch"
     assert verdict(sample_report).startswith("Do NOT serve distilled draft")
     assert "p = 0.004" in render_markdown(sample_report)
