@@ -5,7 +5,7 @@ A spec is a Hub data set (`NAME`, `NAME:SPLIT` or `NAME:CONFIG:SPLIT`; the defau
 `.jsonl` / `.jsonl.gz` file. A row has a `prompt`, which is completed raw, or `messages` and perhaps
 `tools`, which are rendered with the target's chat template. Optional: `category`, `group` (shared
 by prompts of one document or source), `id` or `task_id`. Other fields are ignored, but a row with
-a field that is part of its prompt (UNREAD, as pictures or a system prompt) is refused.
+a field that is part of its prompt (UNREAD and BESIDE, as pictures or a context) is refused.
 `conversations` (`from` and `value`) and a `prompt` that is a list are messages, too. `turns` (as in
 MT-bench) are questions of the user, each asked after the outputs for those before; `question` and
 `function` (as in BFCL) are turns and tools. A `response_format` is sent to servers. A last turn of
@@ -67,6 +67,7 @@ UNREAD = re.compile(  # names of fields that are part of a prompt and are not re
     "(input_)?(image|img|picture|photo|audio|video)s?(_(file|path|url)s?)?|multi_?modal_data|"
     "system(_prompt)?|functions|function_call|documents|suffix|enable_thinking"
 )
+BESIDE = "input", "context", "passage", "document", "query", "text", "history"  # a `prompt`
 
 
 class PromptError(UserError):
@@ -84,8 +85,12 @@ class _Turn(TypedDict):
 
 def _refuse_parts(fields: dict[str, Any]) -> None:
     """Raise ValueError for a field of a row or of a message that would be dropped silently."""
+    prompt = None if "messages" in fields else fields.get("prompt")
     for name, value in fields.items():
-        if UNREAD.fullmatch(name) and value not in (None, "", [], {}):
+        beside = isinstance(prompt, str) and name.removesuffix("s") in BESIDE
+        if isinstance(prompt, str) and isinstance(value, str):
+            beside &= prompt not in value  # else it is a copy, as the text with its template
+        if (beside or UNREAD.fullmatch(name)) and value not in (None, "", [], {}):
             raise ValueError(
                 f"`{name}` is part of the prompt, but only `prompt`, `messages`, `tools`, "
                 "`tool_calls` and `chat_template_kwargs` are read"
@@ -541,16 +546,27 @@ def _row_of(prompt: Prompt) -> dict[str, Any]:
 def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The token ids of one prompt; no BOS is added to messages, because the template writes it.
 
-    Raises PromptError if the tokenizer's template cannot render the prompt completely.
+    A prompt that begins with the BOS gets no second one. Raises PromptError if the tokenizer's
+    template cannot render the prompt completely.
     """
     if prompt.messages is None:
         if prompt.tools:
             raise PromptError(
                 f"Prompt {prompt.id!r} has `tools`, but it is completed raw; give `messages`."
             )
-        return list(tokenizer(prompt.prompt)["input_ids"])
+        ids = list(tokenizer(prompt.prompt)["input_ids"])
+        twice = ids[:2] == [tokenizer.bos_token_id] * 2  # the text was rendered before
+        return ids[1:] if twice else ids
     refuse_without_template(prompt, tokenizer.chat_template)
-    _refuse_unread(prompt, tokenizer.get_chat_template(tools=prompt.tools))
+    try:
+        template = tokenizer.get_chat_template(tools=prompt.tools)
+    except ValueError:
+        raise PromptError(
+            f"Prompt {prompt.id!r}: the target's tokenizer has chat templates by name "
+            f"({', '.join(tokenizer.chat_template or ())}), but none is named default; rename the "
+            "one that you serve."
+        ) from None
+    _refuse_unread(prompt, template)
     turns = prompt.messages
     try:
         text = _rendered(prompt, turns, tokenizer)

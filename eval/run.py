@@ -307,12 +307,24 @@ def _prompt_sets(
     if args.tuning is not None:
         return prompts, rendered(load_prompts(str(args.tuning)))
     # without a training run's tuning prompts, some prompts choose the draft length and are not
-    # evaluated; they are drawn at random, because a file may be sorted by category
-    aside = 0 if args.gamma else min(args.tuning_prompts, len(prompts.prompts) - 1)
-    if not args.gamma and aside < 1:
-        raise UserError("One prompt cannot both choose gamma and be evaluated; give --gamma.")
-    drawn = prompts.drawn(len(prompts.prompts), args.seed) if aside else prompts
-    return drawn.after(aside), drawn.first(aside)
+    # evaluated, nor are others of their groups; they are drawn, as a file may be sorted by category
+    if args.gamma:
+        return prompts, prompts.first(0)
+    drawn = prompts.drawn(len(prompts.prompts), args.seed)
+    groups: dict[str | tuple[str], set[str]] = {}
+    for prompt in drawn.prompts:
+        groups.setdefault(prompt.group or (prompt.id,), set()).add(prompt.id)
+    aside = min(args.tuning_prompts, len(drawn.prompts) - max(map(len, groups.values())))
+    if aside < 1:
+        raise UserError(
+            "One prompt or group cannot both choose gamma and be evaluated; give --gamma."
+        )
+    tuning: set[str] = set()
+    for ids in groups.values():
+        if len(tuning) < aside:
+            tuning |= ids
+    evaluated = {prompt.id for prompt in drawn.prompts} - tuning
+    return drawn.of_ids(evaluated), drawn.of_ids(tuning).first(aside)
 
 
 def _prompts_of_gguf(args: argparse.Namespace, error: SourceError) -> PromptSet:

@@ -72,12 +72,16 @@ def test_a_users_own_file(written):
         {"id": 7, "messages": [{"role": "user", "content": "select ?"}], "prompt": None},
         {"prompt": "select", "category": "other", "image": None, "system": ""},
         {"task_id": "HumanEval/0", "prompt": "\n def f():\n", "entry_point": "f"},
+        {"prompt": "name ?", "input": "", "history": [], "text": "### name ?\n### it"},  # a copy
+        {"messages": [{"role": "user", "content": "t"}], "query": "a label"},
     ]
     assert load_prompts(written(rows)) == [
         Prompt("1", "select", None, "report", "1"),  # a prompt that occurs twice is one sample
         Prompt("7", None, [{"role": "user", "content": "select ?"}]),
         Prompt("3", "select", None, "other", "1"),
         Prompt("HumanEval/0", "\n def f():\n"),
+        Prompt("5", "name ?"),
+        Prompt("6", None, [{"role": "user", "content": "t"}]),
     ]
 
 
@@ -196,6 +200,10 @@ CALLED = {"role": "assistant", "content": "", "function_call": {"name": "f", "ar
         (b'{"prompt": "What is this?", "input_audio": "a.wav"}', "`input_audio`"),
         (b'{"prompt": "What is this?", "multi_modal_data": {"image": "a"}}', "`multi_modal_data`"),
         (b'{"prompt": "def f(", "suffix": "return 3"}', "`suffix`"),
+        (b'{"prompt": "Sum it up.", "input": "A town."}', "`input`"),
+        (b'{"prompt": "Which town?", "context": "A town."}', "`context`"),
+        (b'{"prompt": "Which town?", "passages": ["A town."]}', "`passages`"),
+        (b'{"prompt": "Which town?", "history": [["a", "b"]]}', "`history`"),
         (talk(ASKED, enable_thinking=False), "`enable_thinking`"),
         (talk(ASKED | {"images": ["a.png"]}), "`messages` `0`: `images`"),
         (talk(ASKED, CALLED), "`messages` `1`: `function_call`"),
@@ -514,6 +522,21 @@ def test_what_a_template_refuses_or_leaves_out_is_refused(letters, prompt, templ
     letters.chat_template = template
     with pytest.raises(PromptError, match=f"'q7'.*{named}"):
         render(prompt, letters)
+
+
+def test_templates_by_name_without_a_default_are_named(tokenizer):
+    tokenizer.chat_template = {"rag": TEMPLATE, "tool_use": CALLING}
+    with pytest.raises(PromptError, match=r"'q7'.*rag, tool_use"):
+        render(Prompt("q7", None, ASKING), tokenizer)
+    assert render(Prompt("q7", None, ASKING, tools=[TOOL]), tokenizer)
+
+
+def test_a_text_that_was_rendered_before_has_one_bos(tokenizer):
+    """Mutant: the tokenizer puts another one before it."""
+    assert render(Prompt("a", "<s> user select"), tokenizer) == [0, 2, 5]
+    assert render(Prompt("a", "user select"), tokenizer) == [0, 2, 5]
+    tokenizer.bos_token = None
+    assert render(Prompt("a", "select"), tokenizer) == [0, 5]
 
 
 def test_the_first_of_drawn_prompts_are_drawn_too():

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 import eval.run
+from align.errors import UserError
 from eval.measuring import evaluation, timing
 from eval.measuring.metrics import MEAN_ACCEPTANCE_LENGTH, measured, replayed_table
 from eval.reporting.build import build_report
@@ -106,6 +107,28 @@ def test_long_prompts_are_left_out_before_some_are_set_aside(folder, tmp_path, c
     evaluated = {row["id"] for row in loaded(tmp_path)["drafts"]["prompt-lookup"]["per_prompt"]}
     short = [str(i) for i, prompt in enumerate(prompts, 1) if len(prompt) <= limit]
     assert short[0] in evaluated or short[1] in evaluated  # a file may be sorted by category
+
+
+@pytest.mark.parametrize(("size", "evaluated"), [(1, 9), (3, 9), (6, 6), (12, 0)])
+def test_no_document_both_chooses_the_draft_length_and_is_evaluated(
+    folder, monkeypatch, tmp_path, size, evaluated
+):
+    lines = (folder / "prompts.jsonl").read_text().splitlines()
+    rows = [json.loads(line) | {"group": f"g{i // size}"} for i, line in enumerate(lines)]
+    (tmp_path / "grouped.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plans = []
+
+    def evaluate(target, drafts, evaluation, tuning, *others):
+        plans.append((evaluation.prompts, tuning.prompts))
+        raise UserError("enough")
+
+    monkeypatch.setattr(eval.run, "evaluate", evaluate)
+    options = "--draft", "prompt-lookup", "--tuning_prompts", "3"
+    assert run(folder, tmp_path, *options, "--prompts", str(tmp_path / "grouped.jsonl")) == 2
+    assert [[len(part) for part in plan] for plan in plans] == [[evaluated, 3]] * bool(evaluated)
+    for plan in plans:
+        one, other = ({prompt.group for prompt in part} for part in plan)
+        assert not one & other
 
 
 @pytest.mark.parametrize(
