@@ -162,6 +162,13 @@ def test_q_is_the_drafts_own_over_the_shared_tokens(checkpoints, load, name):
                 assert q[expected == 0].sum() == 0
 
 
+def test_entries_of_the_same_token_share_its_probability(tiny_llama, drafter):
+    decoder = build_decoder(tiny_llama(vocab_size=3), 8)
+    draft = drafter(decoder, 4, token_ids=torch.tensor([2, 0, 2]))
+    q = draft.over_target_ids(torch.tensor([[0.5, 0.25, 0.25]]))
+    assert q.tolist() == [[0.25, 0, 0.75, 0]]
+
+
 # --- by map, with real models and tokenizers
 
 

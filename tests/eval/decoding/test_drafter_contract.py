@@ -378,6 +378,11 @@ def check_proposals(world, drafter, ids, text, sampling):
         if position + count >= len(text) - 1:
             break
         tokens, q, _ = session.propose(count)
+        if sampling.greedy:  # later tokens, too, are those of a session that begins here
+            read = {k: state[:, : len(ids) + position - 1] for k, state in states.items()}
+            so_far = [*ids, *text[:position]]
+            fresh = drafter.start(Text(so_far, CONTEXT, sampling, generator, read, 3))
+            assert fresh.propose(count).tokens.tolist() == tokens.tolist()
         if len(tokens) == 0:
             assert rows[position].sum() == 0
         elif q is None:

@@ -1,8 +1,12 @@
 """The loop of one text: what a step logs, where a text ends, what its random numbers depend on."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from eval.decoding.build import build_decoder
+from eval.decoding.drafters.drafter import Proposal
 from eval.decoding.loop import Decoding, _emit, decode
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
@@ -38,6 +42,19 @@ def test_a_text_ends_at_a_drafted_token_or_at_the_targets_own(accepted, stop, em
     assert run.accepted == [min(accepted, drafted)]
     run.block_seconds.append(0.1)
     assert run.problem() is None
+
+
+def test_copied_tokens_behind_the_end_of_a_text_are_not_counted(target):
+    tokens = decode(target, None, PROMPT, IDS, Decoding(Sampling(), NEVER, 20)).tokens
+    end = next(i for i in range(2, 20) if tokens[i] not in tokens[:i])
+    drafts = (Proposal(torch.tensor(tokens[at : at + 3]), free=True) for at in range(1, 20, 4))
+    session = SimpleNamespace(propose=lambda _: next(drafts), commit=lambda *_: None)
+    copying = SimpleNamespace(layers=(), start=lambda text: session)
+    stopped = Decoding(Sampling(), frozenset({tokens[end]}), 20)
+    run = decode(target, copying, PROMPT, IDS, stopped, 3)
+    assert run.tokens == tokens[: end + 1]
+    assert end % 4 not in (0, 3)  # it is copied, and another token behind it
+    assert run.free[-1] == run.drafted[-1] == end % 4
 
 
 def test_only_a_last_step_that_had_room_for_fewer_is_left_out(target, adversary, drafter):

@@ -1,5 +1,6 @@
 """Targets with linear attention: drafts and rows change no output, and little is read again."""
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -88,6 +89,17 @@ def test_rows_that_take_the_next_prompt_have_its_outputs_and_states(target, own,
         want = torch.stack([hidden[layer][0] for layer in layers], 1).bfloat16()
         got = torch.cat([states.reshape(-1, *want.shape[1:]) for states in output.states])
         torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+
+
+def test_a_row_forgets_the_states_of_its_former_prompt(target):
+    """The next prompt is as long as the former one, whose output was one token."""
+    prompts = torch.tensor([[6, 5, 35, 8, 2], [1, 2, 9, 4, 7]])
+    one, kept = dataclasses.replace(GREEDY, max_new_tokens=1), Kept(lambda logits: (logits,))
+    with torch.no_grad():
+        want = target.model(prompts, use_cache=False).logits[:, -1]
+    for output in generate_batched(target.decoder, prompts.tolist(), one, 1, [0, 0], kept):
+        ((logits,),) = output.captured
+        torch.testing.assert_close(logits, want[output.index], atol=2e-5, rtol=1e-4)
 
 
 def test_a_token_costs_the_keys_of_full_attention_only(target):

@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from align.errors import UserError
 from align.sources import SourceError
-from eval.decoding.drafters.compact import weights_of
+from eval.decoding.drafters.compact import read_token_ids, weights_of
 from eval.decoding.target import stop_tokens, weights_sha256
 
 
@@ -44,6 +45,19 @@ def test_the_hash_of_weights_covers_every_file(tmp_path):
         assert weights_sha256(str(tmp_path)) == expected
         assert weights_sha256(f"lookup-first:{tmp_path}") == expected
     assert weights_sha256(str(tmp_path / "none")) is None
+
+
+def test_the_two_tables_of_a_trimmed_head_agree(tmp_path):
+    token_ids = torch.tensor([1, 2, 4])
+    d2t = token_ids - torch.arange(3)
+    for t2d in ({}, {"t2d": torch.tensor([False, True, True, False, True])}):
+        tensors = {"d2t": d2t} | t2d
+        assert read_token_ids(tmp_path, tensors).equal(token_ids)
+        assert not tensors
+    with pytest.raises(UserError, match="TOK-015"):
+        read_token_ids(
+            tmp_path, {"d2t": d2t, "t2d": torch.tensor([True, True, True, False, False])}
+        )
 
 
 def test_a_draft_is_read_from_its_own_file_alone(tmp_path):

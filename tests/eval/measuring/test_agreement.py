@@ -5,10 +5,12 @@ import dataclasses
 import pytest
 import torch
 
+from eval.decoding.drafters.lookup import looked_up, prompt_lookup
 from eval.decoding.forward import PIECE
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import entropy_bits, measure_agreement, target_texts
-from tests.eval.measuring.made_up import GREEDY, IDS, SET, baselines
+from eval.prompts import Prompt, PromptSet
+from tests.eval.measuring.made_up import GREEDY, IDS, NEVER, SET, baselines
 
 BY_ID = dict(zip(("p0", "p1", "p2"), IDS, strict=True))
 
@@ -86,6 +88,23 @@ def test_sampled_alpha_is_the_overlap_of_the_distributions(target, other, journa
         )
         overlap += float(torch.minimum(p, q).sum() if method != "greedy" else p[q.argmax()])
     assert found["other"][0].alpha_sum == pytest.approx(overlap, abs=1e-4)
+
+
+def test_where_nothing_is_drafted_nothing_is_accepted(target, journal):
+    """An n-gram without a match has no likeliest token; id 0 is none."""
+    names = [str(i) for i in range(40)]
+    ids = [[i, 7 * i % 40] for i in range(40)]
+    texts = target_texts(target, dict(zip(names, ids, strict=True)), GREEDY)
+    prompts = PromptSet("made up", [Prompt(name, prompt="x") for name in names], ids)
+    drafters = {"n-gram": prompt_lookup(target)}
+    found, _ = measure_agreement(target, drafters, prompts, texts, GREEDY, journal)
+    undrafted = 0
+    for row, before, text in zip(found["n-gram"], ids, texts, strict=True):
+        positions, _ = looked_up(before, text, NEVER)
+        for at in {*range(len(text))} - {*positions}:
+            assert (row.values[at], row.guesses[at]) == (0, -1)
+            undrafted += text[at] == 0
+    assert undrafted > 0
 
 
 def test_entropy_of_known_distributions():

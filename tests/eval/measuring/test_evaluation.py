@@ -107,10 +107,10 @@ def evaluated(key, letters, journal, clock):
     """Evaluates so many prompts in so many seconds; the report."""
     target = dataclasses.replace(key.target, tokenizer=letters(VOCAB))
 
-    def make(drafter, count, seconds, tuning=None, how=HOW):
+    def make(drafter, count, seconds, tuning=None, how=HOW, timed=None):
         prompts = [Prompt(str(i), prompt="x") for i in range(count)]
         shown = PromptSet("made up", prompts, [[i, 3, i] for i in range(count)])
-        plan = Plan(None if tuning else 2, 3, count, seconds)
+        plan = Plan(None if tuning else 2, 3, timed or count, seconds)
         relation = {"relation": "identical", "strategy": "direct", "coverage": 1.0}
         drafter = dataclasses.replace(drafter, vocabulary=relation)
         given = target, {"draft": drafter}, shown, tuning or shown, how, plan, journal, {}
@@ -148,6 +148,23 @@ def test_an_interrupted_evaluation_goes_on_with_its_prompts(key, drafter, evalua
             evaluated(draft, 40, 60.0)
     report = evaluated(draft, 40, 600.0)  # these seconds would be enough for all 40 prompts
     assert report.drafts["draft"].alpha.n == report.prompts.n < 40
+
+
+def test_timed_prompts_are_drawn_and_costs_are_of_the_middle_of_an_output(
+    key, drafter, evaluated, monkeypatch
+):
+    """A file may be sorted by category."""
+    given, right = [], evaluation.decode_in_turns
+    monkeypatch.setattr(
+        evaluation, "decode_in_turns", lambda *args: given.append(args[2]) or right(*args)
+    )
+    endless = dataclasses.replace(HOW, stops=frozenset({VOCAB + 1}))
+    report = evaluated(drafter(key.target.decoder, VOCAB), 40, None, how=endless, timed=4)
+    names = [prompt.id for prompt in given[0].prompts]
+    assert len(names) == 4
+    assert names != ["0", "1", "2", "3"]
+    # prompts of 3 tokens, outputs of 20
+    assert report.drafts["draft"].costs.context_length == 13
 
 
 def test_outputs_of_one_token_have_a_report(key, drafter, evaluated):

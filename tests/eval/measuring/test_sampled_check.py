@@ -8,10 +8,10 @@ from eval.decoding import loop
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.verification import Sampling, acceptance, choose, sample, verify, warp
 from eval.measuring.losslessness import read_sampled
-from eval.measuring.metrics import prompt_table
+from eval.measuring.metrics import PromptSums, prompt_table
 from eval.measuring.sampled_check import FALSE_ALARMS, sampled_check, sign_flip_p
 from eval.prompts import Prompt, PromptSet
-from tests.eval.measuring.made_up import NEVER
+from tests.eval.measuring.made_up import IDS, NEVER, SET, baselines
 
 
 def test_a_known_p_value():
@@ -30,6 +30,27 @@ def test_honest_runs_fail_as_rarely_as_stated(prompts, runs):
     for level in (FALSE_ALARMS, 0.1):
         error = (level * (1 - level) / runs) ** 0.5
         assert abs((p_values < level).mean() - level) < 3 * error
+
+
+def test_a_conversation_is_one_observation():
+    """Four turns that differ alike are no four coincidences."""
+    rows = [
+        PromptSums(id=str(i), group="one", logprob=-1.0, baseline_logprob=-1.5) for i in range(4)
+    ]
+    assert sampled_check(rows).p_value == 1
+    apart = [row.model_copy(update={"group": None}) for row in rows]
+    assert sampled_check(apart).p_value == 2 / 2**4
+
+
+def test_an_output_has_the_mean_of_its_tokens_log_probabilities(target, journal):
+    """Outputs of other lengths are not compared by their lengths."""
+    (run,) = runs = baselines(target)[:1]
+    read_sampled(target.decoder, SET.first(1), [runs], journal)
+    text = torch.tensor([IDS[0] + run.tokens])
+    with torch.no_grad():
+        logits = target.model(text[:, :-1]).logits[0, len(IDS[0]) - 1 :]
+    chosen = logits.log_softmax(-1).gather(1, text[0, len(IDS[0]) :, None])
+    assert run.logprob == pytest.approx(float(chosen.mean()), abs=1e-5)
 
 
 def unverified(logits, tokens, q, sampling, generator, rule):

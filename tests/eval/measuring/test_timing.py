@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from eval.decoding.drafters.lookup import lookup_first
+from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.verification import Sampling
 from eval.measuring import timing
@@ -136,6 +136,26 @@ def test_what_n_gram_speculation_found_is_priced_as_free(target, other):
     assert sum(run.free) > 0
     taken = [n - free for n, free in zip(run.drafted, run.free, strict=True)]
     assert steps == taken[: run.whole_blocks]
+
+
+def test_the_target_is_priced_by_the_tokens_that_it_verifies(target):
+    """N-grams draft fewer tokens than they may, or none."""
+    widths = []
+
+    class Watched(StepCosts):
+        def verify(self, tokens):
+            widths.append(tokens)
+            return super().verify(tokens)
+
+    draft = prompt_lookup(target)
+    fastest_length(target, draft, SET, GREEDY, Watched(**vars(costs_of(0.0, 0.01))), 2)
+    runs = [
+        decode(target.decoder, draft, prompt, ids, GREEDY, 2)
+        for prompt, ids in zip(SET.prompts, SET.ids, strict=True)
+    ]
+    drafted = [n for run in runs for n in run.drafted[: run.whole_blocks]]
+    assert {0, 2} <= {*drafted}
+    assert widths == [min(n, length) + 1 for length in (1, 2) for n in drafted]
 
 
 def test_contenders_warm_up_and_take_turns_at_being_first(target, own, journal, monkeypatch):
