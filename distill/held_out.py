@@ -25,7 +25,7 @@ from align.files import write_json
 from align.machine import from_first
 from align.sources import read_json
 from distill.clock import TrainingClock
-from distill.teacher.store import CachedAnswer
+from distill.teacher.store import CachedAnswer, name_of
 from distill.training_set import answer_rows
 from eval.measuring.intervals import share
 from eval.prompts import PromptSet
@@ -101,6 +101,7 @@ class HeldOut(TrainerCallback):
         self.batch *= config.world_size
         self.trained_rows = len(trained)
         self.rows, self.clock = answer_rows(answers, FIRST_INDEX), clock
+        self.prompts = [name_of(answer.prompt_ids) for answer in answers]
         self.cost = FORWARD * len(self.rows) / self.batch  # of a measurement, in steps
         self.passed = 0  # of MEASURED_AT
         self.pauses: list[float] = []  # seconds of each measurement, and of saving better weights
@@ -170,7 +171,8 @@ class HeldOut(TrainerCallback):
         control.should_save = control.should_save or (better and state.global_step > 0)
         self.passed = bisect.bisect_right(MEASURED_AT, self.progress(state))
         if PartialState().is_main_process:
-            written = {"measurements": [asdict(each) for each in self.measurements]}
+            measurements = [asdict(each) for each in self.measurements]
+            written = {"prompts": self.prompts, "measurements": measurements}
             write_json(self.folder / MEASUREMENTS, written)
             line = f"step {latest.step}: {latest}"
             if latest.step == 0:
@@ -200,7 +202,12 @@ def held_out_curve(folder: Path, held_out: PromptSet) -> HeldOutCurve | None:
     if not measurements:
         return None
     kept = best_of(measurements)
-    groups = [prompt.group for prompt in held_out.prompts]
+    group_of = {
+        name_of(ids): prompt.group
+        for ids, prompt in zip(held_out.ids, held_out.prompts, strict=True)
+    }
+    # a logged output that is left out has no number
+    groups = [group_of[name] for name in read_json(folder / MEASUREMENTS)["prompts"]]
     points = [
         HeldOutPoint(
             step=measurement.step,

@@ -20,7 +20,7 @@ from distill.models import check_models, target_loader
 from distill.prompt_sets import collect_prompts, hold_out
 from distill.recipe import RecipeError
 from distill.teacher.answers import USED
-from distill.teacher.store import Answers, CachedAnswer, Store, names_of
+from distill.teacher.store import Answers, CachedAnswer, Store, name_of, names_of
 from distill.train import run
 from distill.trainer import distil, last_checkpoint
 from distill.training_set import answer_rows
@@ -296,9 +296,13 @@ def test_the_best_weights_are_those_whose_whole_drafts_are_accepted():
 def test_prompts_of_one_document_are_one_in_the_curve(tmp_path):
     accepted, positions = [2.0, 8.0, 3.0] * 12, [10] * 36
     measured = Measurement(5, 90, accepted, [0.0] * 36, positions, accepted, positions)
-    write_json(tmp_path / held_out.MEASUREMENTS, {"measurements": [asdict(measured)]})
-    prompts = [Prompt(str(i), "?", group=f"document {i // 3}") for i in range(36)]
-    (point,) = held_out_curve(tmp_path, PromptSet("", prompts, [])).points
+    ids = [[i] for i in range(40)]
+    seen = {"prompts": [name_of(each) for each in ids[4:]], "measurements": [asdict(measured)]}
+    write_json(tmp_path / held_out.MEASUREMENTS, seen)
+    # the first four have logged outputs that are left out
+    groups = ["gone"] * 4 + [f"document {i // 3}" for i in range(36)]
+    prompts = [Prompt(str(i), "?", group=group) for i, group in enumerate(groups)]
+    (point,) = held_out_curve(tmp_path, PromptSet("", prompts, ids)).points
     assert (point.alpha.clusters, point.alpha.n) == (12, 36)
     assert point.alpha.mean == pytest.approx(13 / 30)
 

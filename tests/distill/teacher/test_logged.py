@@ -10,6 +10,8 @@ import torch
 
 from align.sources import load_model, load_tokenizer, read_json
 from align.vocabulary import read_vocabulary
+from distill.held_out import held_out_curve
+from distill.prompt_sets import collect_prompts
 from distill.teacher.answers import top_logprobs, with_own
 from distill.teacher.logged import Log, compared, read_outputs
 from distill.teacher.store import Answers, CachedAnswer, Store, name_of
@@ -129,6 +131,25 @@ def test_a_run_teaches_logged_outputs_and_generates_none(
     assert run(job(tmp_path / "run", **keys)) == 0  # trained again, as a run that was interrupted
     assert "0 of 11 read" in capsys.readouterr().out
     assert read_json(tmp_path / "run" / "answers.json") == used
+
+
+def test_outputs_are_left_out_of_every_set_of_prompts(
+    job, chatting, vocabulary, log, tmp_path, followed
+):
+    rows = [json.loads(line) for line in log[0].read_text().splitlines()]
+    for row in rows[::2]:
+        row["token_ids"] = [(row["token_ids"][0] + 40) % 299 + 1, *row["token_ids"][1:]]
+    path = tmp_path / "log.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    keys = {"target": str(chatting), "train_prompts": str(path), "answers": "logged"}
+    keys |= {"draft": None, "num_draft_layers": 1, "max_steps": 4, "answer_max_new_tokens": LONGEST}
+    recipe = job(tmp_path / "run", **keys)
+    assert run(recipe, measured=False) == 0
+    held_out = collect_prompts(recipe, vocabulary).held_out
+    curve = held_out_curve(recipe.folder, held_out)
+    assert (len(held_out.ids), {point.alpha.n for point in curve.points}) == (2, {1})
+    used = read_json(recipe.folder / "answers.json")
+    assert (used["count"], sum(used["left out"].values())) == (9, 5)
 
 
 @pytest.fixture
