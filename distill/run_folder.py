@@ -7,22 +7,26 @@ import importlib.metadata
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from filelock import FileLock, Timeout
 
-from align.errors import masked
+from align.errors import UserError, masked
 from align.files import atomic_file, remove, write_json
-from align.sources import read_json
+from align.sources import read_json, resolve_checkpoint
 from align.vocab_map import VOCAB_MAP, save_map
 from distill.models import Pair
 from distill.prompt_sets import Prompts, keep_prompts
 from distill.recipe import Recipe, RecipeError, chosen_loss, dump, read_yaml
-from distill.teacher.answers import USED
+from distill.teacher.answers import USED, AnsweringTarget
 from distill.teacher.store import names_of
 from distill.trainer import last_checkpoint, launch_of, mark_complete
+from eval.decoding.target import weights_sha256
 from eval.prompts import prompts_sha256
 
 # Keys that may change between two starts of a run.
@@ -32,6 +36,7 @@ FREE_KEYS = set(
 )
 # Keys that may change until the draft exists; a checkpoint has the number of sequences of a step.
 BATCH_KEYS = {"per_device_train_batch_size", "gradient_accumulation_steps"}
+MODELS = "models.json"  # in a run's folder: hashes of what its recipe names
 PACKAGES = "torch transformers trl peft accelerate datasets evaluate gguf safetensors".split()
 
 
@@ -55,12 +60,51 @@ def refuse_another_run(recipe: Recipe) -> None:
         )
 
 
-def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts) -> None:
-    """Write recipe, verdict, map and prompts: from now on the folder belongs to this recipe.
+@contextmanager
+def only_start(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run's folder. Raises UserError if another start of the run holds it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))  # the folder is not claimed yet
+    if PartialState().is_main_process:
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            raise UserError(
+                f"Another process is at work on {folder}; wait until it has ended, or give this "
+                "run another --name."
+            ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
-    Only the first process calls it, after all checks.
+
+def claim_folder(
+    recipe: Recipe, pair: Pair, prompts: Prompts, target: AnsweringTarget | None
+) -> None:
+    """Write recipe, verdict, map, prompts and hashes: the folder now belongs to this recipe.
+
+    Only the first process calls it, after all checks. target: None if the draft exists. Raises
+    RecipeError if the folder was claimed with another target, template or draft of the same name.
     """
-    folder = recipe.folder
+    folder, path = recipe.folder, recipe.folder / MODELS
+    models = {
+        "tokenizer": pair.target.sha256,
+        "chat template": hashlib.sha256((pair.target.chat_template or "").encode()).hexdigest(),
+    }
+    if target is not None:
+        models["target weights"] = target.store.key["target weights"]
+    elif not recipe.served:
+        models["target weights"] = str(weights_sha256(str(pair.target.folder)))
+    if recipe.draft is not None:
+        models["draft weights"] = str(weights_sha256(str(resolve_checkpoint(recipe.draft))))
+    claimed = read_json(path) if path.exists() else {}
+    if changed := [name for name in claimed if claimed[name] != models.get(name, claimed[name])]:
+        raise RecipeError(
+            f"{folder} was started with another {' and '.join(changed)} than the recipe's models "
+            "have now; restore these, or give this run another --name."
+        )
+    write_json(path, claimed | models)
     if pair.vocab_map is not None and not (folder / VOCAB_MAP).exists():
         save_map(folder / VOCAB_MAP, pair.vocab_map, pair.target, pair.draft)
     write_json(folder / "vocab_check.json", pair.verdict.to_json() | {"used": pair.strategy})
@@ -79,6 +123,7 @@ def provenance(recipe: Recipe, prompts: Prompts) -> dict[str, Any]:
         check=False,  # an installed wheel has no repository
     ).stdout.strip()
     used, ids = read_json(recipe.folder / USED), names_of(prompts.training.ids)
+    models = read_json(recipe.folder / MODELS)
     return {
         "command": [*map(masked, sys.argv)],
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
@@ -87,8 +132,9 @@ def provenance(recipe: Recipe, prompts: Prompts) -> dict[str, Any]:
         "processes": PartialState().num_processes,
         "seed": recipe.seed,
         "hashes": {
-            **{name: used["key"][name] for name in ("target weights", "dtype")},
-            **{name: used[name] for name in ("tokenizer", "chat template", "answers")},
+            **models,
+            "dtype": used["key"]["dtype"],
+            "answers": used["answers"],
             "train_prompts": prompts_sha256(prompts.training.prompts),
             "eval_prompts": prompts_sha256(prompts.evaluation.prompts),
             "train_ids": hashlib.sha256(" ".join(ids).encode()).hexdigest(),

@@ -32,7 +32,12 @@ from distill.models import check_models, target_loader, with_published_kind
 from distill.prepare import fitted, prepare_draft, print_coverage
 from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe, load_recipe
-from distill.run_folder import claim_folder, delete_training_state, refuse_another_run
+from distill.run_folder import (
+    claim_folder,
+    delete_training_state,
+    only_start,
+    refuse_another_run,
+)
 from distill.teacher.answers import USED, AnsweringTarget, note_used, to_answer
 from distill.teacher.logged import REMEDY
 from distill.teacher.served_states import state_reader
@@ -63,7 +68,7 @@ def run(recipe: Recipe, measured: bool = True, summary: bool = True) -> int:
     if recipe.dry_run:
         return dry_run(recipe)
     refuse_another_run(recipe)
-    with Clock(recipe.folder, recipe.minutes) as clock:
+    with only_start(recipe.folder), Clock(recipe.folder, recipe.minutes) as clock:
         return run_stages(recipe, clock, measured, summary)
 
 
@@ -79,7 +84,7 @@ def run_stages(recipe: Recipe, clock: Clock, measured: bool, summary: bool) -> i
     if main_process:
         if target is not None:
             target.check()
-        claim_folder(recipe, pair, prompts)
+        claim_folder(recipe, pair, prompts, target)
         clock.keep()
     if target is not None:
         clock.stage(f"The target's outputs are {target.verb}")
@@ -96,7 +101,7 @@ def run_stages(recipe: Recipe, clock: Clock, measured: bool, summary: bool) -> i
                 print_coverage(pair, answers)
             return 0
         if main_process:
-            note_used(recipe.folder, pair.target, answers)
+            note_used(recipe.folder, answers)
         texts = Answers(target.store, answers.names + held_out.names)
         with state_reader(recipe, pair, target, load_target) as reader:
             cache_states({pair.layers: texts, pair.fit_layers: fitted(recipe, answers)}, reader)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -230,14 +229,12 @@ def with_own(
     return ids, logprobs
 
 
-def note_used(folder: Path, target: Vocabulary, answers: Answers) -> None:
+def note_used(folder: Path, answers: Answers) -> None:
     """Write USED: which store and which outputs the run is trained on."""
-    store, template = answers.store, str(target.chat_template or "")
+    store = answers.store
     used = {
         "store": str(store.folder),
         "key": store.key,
-        "tokenizer": target.sha256,
-        "chat template": hashlib.sha256(template.encode()).hexdigest(),
         "count": answers.asked,
         "left out": answers.left_out,
         "by": store.made_by(answers.names),

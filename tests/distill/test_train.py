@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import BloomConfig, Lfm2Config, LlamaConfig, LlamaForCausalLM, MambaConfig
 
 from align.errors import UserError
@@ -19,7 +20,7 @@ from align.sources import load_model, load_tokenizer, read_json
 from distill import models, train
 from distill.models import check_models
 from distill.recipe import RecipeError, dump
-from distill.run_folder import refuse_another_run
+from distill.run_folder import only_start, refuse_another_run
 from distill.teacher import answers
 from distill.teacher.store import Store
 from distill.train import main, run
@@ -117,7 +118,13 @@ def test_a_file_that_is_cut_short_is_named(job, tmp_path, followed, monkeypatch)
             run(recipe)
     for name in (
         *("prepared/config.json", "prepared/model.safetensors", "prepared/full_head.safetensors"),
-        *("prompts/held_out.jsonl", "prompts/ids.json", "answers.json", "clock.json"),
+        *(
+            "prompts/held_out.jsonl",
+            "prompts/ids.json",
+            "answers.json",
+            "models.json",
+            "clock.json",
+        ),
     ):
         path = recipe.folder / name
         whole = path.read_bytes()
@@ -195,6 +202,52 @@ def test_a_run_that_made_nothing_does_not_claim_its_folder(folder, job, tmp_path
         run(job(tmp_path / "run", max_steps=41))
     with pytest.raises(AssertionError, match="the target was loaded"):  # a tracker changes nothing
         run(job(tmp_path / "run", report_to="tensorboard"))
+
+
+def altered_weights(path):
+    tensors = load_file(path)
+    next(iter(tensors.values())).neg_()
+    save_file(tensors, path, {"format": "pt"})
+
+
+def altered_template(path):
+    path.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+
+
+@pytest.mark.parametrize(
+    ("file", "alter", "named"),
+    [
+        ("target/model.safetensors", altered_weights, "target weights"),
+        ("target/chat_template.jinja", altered_template, "chat template"),
+        ("draft/model.safetensors", altered_weights, "draft weights"),
+    ],
+)
+def test_a_run_goes_on_with_the_models_it_began_with(
+    folder, job, tmp_path, monkeypatch, file, alter, named
+):
+    for model in ("target", "draft"):
+        shutil.copytree(folder / model, tmp_path / model)
+    recipe = job(tmp_path / "run", target=str(tmp_path / "target"), draft=str(tmp_path / "draft"))
+    monkeypatch.setattr(models, "load_target", no_target)
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="the target was loaded"):
+            run(recipe)
+    alter(tmp_path / file)
+    with pytest.raises(RecipeError, match=f"another {named} than"):
+        run(recipe)
+    (recipe.folder / "draft").mkdir()  # as in a finished run
+    with pytest.raises(RecipeError, match=f"another {named} than"):
+        run(recipe)
+
+
+def test_a_run_that_is_started_twice_runs_once(job, tmp_path, monkeypatch):
+    recipe = job(tmp_path / "runs" / "run")
+    monkeypatch.setattr(models, "load_target", no_target)
+    with only_start(recipe.folder), pytest.raises(UserError, match="Another process"):
+        run(recipe)
+    assert not recipe.folder.exists()
+    with pytest.raises(AssertionError, match="the target was loaded"):  # the first one has ended
+        run(recipe)
 
 
 def test_who_answers_may_change_in_a_folder_and_what_is_asked_may_not(job, tmp_path):
@@ -282,7 +335,7 @@ def test_a_finished_run_keeps_what_is_needed_and_can_be_run_again(finished, tmp_
     recipe = dataclasses.replace(finished("trimmed"), output_dir=str(folder))
     assert {path.name for path in folder.iterdir()} == {
         *("recipe.yaml", "repeat.yaml", "clock.json", "provenance.json", "vocab_check.json"),
-        *("prompts", "answers.json", "prepared", "checkpoint-40", "draft", "report"),
+        *("models.json", "prompts", "answers.json", "prepared", "checkpoint-40", "draft", "report"),
     }
     left = {path.name for path in (folder / "checkpoint-40").iterdir()}
     assert {"complete", "model.safetensors", "trainer_state.json"} <= left

@@ -325,7 +325,7 @@ def test_a_fault_that_stays_loses_nothing(stand_in, served, asked, whole, change
     assert contents(answers) == whole
     assert kept.items() <= shards().items()
     assert 1 < second.answered < 11 + 1  # the check, and not all the prompts
-    note_used(recipe.folder, made.target, answers)
+    note_used(recipe.folder, answers)
     second.stop()
     assert len(all_of(asked(recipe))) == 11  # all there: no server is needed any more
 
