@@ -14,7 +14,11 @@ from eval.prompts import Prompt
 SHINGLE = 5  # words in a shingle, the unit of comparison
 # In scripts without spaces between words, from Thai to Han, each character counts as a word.
 UNSPACED = "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff𠀀-\U0003ffff]"
-WORD = re.compile(rf"{UNSPACED}|(?:(?!{UNSPACED})\w)+")
+# Vowel signs and joiners, which are no \w: in scripts from Devanagari to Sinhala they are in words.
+MARKS = "".join(c for c in map(chr, range(0x20000)) if unicodedata.category(c) in ("Mn", "Mc"))
+WORD = re.compile(rf"{UNSPACED}|(?!{UNSPACED})\w(?:(?!{UNSPACED})[\w{MARKS}\u200d])*")
+# Combining classes of vowel signs: most scripts, virama, Telugu, Tibetan. Others are accents.
+VOWELS = 0, 9, 84, 91, 129, 130, 132
 NEAR_DUPLICATE = 0.5  # Jaccard similarity from which two texts are near-duplicates
 CONTAINED = 0.8  # share of the shorter text's shingles from which they are near-duplicates, too
 HOPELESS = 1000  # training prompts of which all are near-duplicates; then no more are read
@@ -22,9 +26,9 @@ HOPELESS = 1000  # training prompts of which all are near-duplicates; then no mo
 
 def shingles(text: str) -> frozenset[str]:
     """All runs of SHINGLE words of a text, in lower case; a shorter text is one run."""
-    if not text.isascii():  # without accents and vowel marks, and in one width
+    if not text.isascii():  # without accents and points, and in one width
         decomposed = unicodedata.normalize("NFKD", text)
-        text = "".join(c for c in decomposed if not unicodedata.combining(c))
+        text = "".join(c for c in decomposed if unicodedata.combining(c) in VOWELS)
     words = WORD.findall(text.lower()) or text.split()  # a text may be emoji only
     count = max(len(words) - SHINGLE + 1, 1)
     return frozenset(" ".join(words[i : i + SHINGLE]) for i in range(count))

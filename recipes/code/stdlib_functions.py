@@ -78,7 +78,7 @@ def _documented_functions() -> Iterator[_Function]:
         except (SyntaxError, UnicodeDecodeError):  # templates, and examples of bad syntax
             continue
         module = ".".join(parts).removesuffix(".py")
-        lines = source.splitlines()
+        lines = source.split("\n")  # as the parser counts them
         owners: list[ast.Module | ast.ClassDef] = [tree]
         owners += [node for node in tree.body if isinstance(node, ast.ClassDef)]
         for owner in owners:
