@@ -95,10 +95,16 @@ class Clock:
         """
         if self.minutes is None:
             return 0.0
+        planned = 60 * self.minutes * (TRAINED - SAVING - ANSWERED)
+        end = 60 * self.minutes * ANSWERED + planned
         if self.training is None:
             self.training = self.seconds()
             self.keep()
-        end = 60 * self.minutes * (TRAINED - SAVING)
+            if self.training > end - planned / 2 and PartialState().is_main_process:
+                print(
+                    f"Warning: training has {max(0.0, end - self.training):.0f} of its "
+                    f"{planned:.0f} seconds, because earlier stages took longer; raise minutes."
+                )
         allowed = max(1.0, end - self.training)
         return float(from_first((self.seconds() - self.training) / allowed))
 
@@ -132,19 +138,27 @@ class TrainingClock(TrainerCallback):
 
 
 def answers_in_time(
-    clock: Clock, total: int, lacking: list[int], batch: int, answer: Callable[[int], Answers]
+    clock: Clock,
+    total: int,
+    lacking: list[int],
+    batch: int,
+    start: Callable[[], None],
+    answer: Callable[[int], Answers],
 ) -> Answers:
     """The target's outputs for the first prompts. The run's time limits their number.
 
     total: number of prompts. lacking: the indices of prompts without a cached output, ascending.
-    batch: prompts in a batch. answer: returns the outputs for the first n prompts. The speed of a
-    round determines the size of the next round. The first round is small, because a whole batch may
-    take longer than the time for all outputs.
+    batch: prompts in a batch. start: loads or starts the target; called only if outputs are
+    generated. answer: returns the outputs for the first n prompts. The speed of a round determines
+    the size of the next round. The first round is small, because a whole batch may take longer than
+    the time for all outputs.
     """
     first = max(1, batch // 8)
     made, new = 0, min(first, len(lacking))
     if new and from_first(clock.left(ANSWERED) <= 0 and lacking[0] >= batch):
         new = 0  # a resumed run has enough outputs
+    if new:
+        start()  # here, because its time says nothing of a round's speed
     while True:
         made += new
         began = clock.seconds()
@@ -154,7 +168,10 @@ def answers_in_time(
         left, took = from_first((clock.left(ANSWERED), clock.seconds() - began))
         more = int(SAFETY * left * new / took)
         if more < max(1, first // 2):
-            if made == first and left < 0:
-                print(f"Warning: {made} outputs took over a third of the minutes; raise minutes.")
+            if made == first and PartialState().is_main_process:
+                print(
+                    f"Warning: the first {made} outputs took {took:.0f} seconds, and a third of "
+                    "the minutes is too short for more; raise minutes."
+                )
             return answers
         new = min(more, len(lacking) - made)

@@ -165,7 +165,8 @@ def answered(recipe: Recipe, prompts: Prompts, target: AnsweringTarget, clock: C
     if recipe.minutes is None:
         return first(len(asked))
     lacking = target.store.missing(target.names(asked, taught))
-    return answers_in_time(clock, len(asked), lacking, recipe.answer_batch_size, first)
+    size = recipe.answer_batch_size
+    return answers_in_time(clock, len(asked), lacking, size, target.start, first)
 
 
 def main(argv: list[str]) -> int:

@@ -102,6 +102,9 @@ class AnsweringTarget:
     def __enter__(self) -> None:
         """Nothing is started before an output is missing."""
 
+    def start(self) -> None:
+        """Load or start what generates outputs, if `answers` has not done it yet."""
+
     def __exit__(self, *error: Any) -> None:
         """End the server that was started for the outputs."""
 
@@ -164,6 +167,9 @@ class LocalTarget(AnsweringTarget):
     load: Callable[[], Target]
     layers: Sequence[int] = ()
     states: dict[str, Record] = field(default_factory=dict)  # of outputs that are not stored yet
+
+    def start(self) -> None:
+        self.load()
 
     def made(self, missing: Mapping[str, list[int]], taught: bool) -> Made:
         state, settings = PartialState(), self.settings

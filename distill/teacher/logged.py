@@ -205,6 +205,9 @@ class LocalReader(_Reader):
     by = "local"
     load: Callable[[], Target]
 
+    def start(self) -> None:
+        self.load()
+
     def made(self, missing: Mapping[str, list[int]], taught: bool) -> Made:
         state = PartialState()
         # outputs of similar prompts and lengths are read together, because rows are padded

@@ -86,8 +86,8 @@ class StartedVllm(ServedTarget):
         self.stack.__exit__(*error)  # `served_here` adds the end of the server's log to an error
 
     def made(self, missing: Mapping[str, list[int]], taught: bool) -> Made:
-        if missing and PartialState().is_main_process and self.running is None:
-            self._start()
+        if missing:
+            self.start()
         return super().made(missing, taught)
 
     def arguments(self) -> list[str]:
@@ -98,7 +98,9 @@ class StartedVllm(ServedTarget):
         arguments = ["--dtype", dtype, "--max-model-len", str(positions)]
         return arguments + (gpu_arguments(self.target.folder) or ON_CPU)
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        if self.running is not None or not PartialState().is_main_process:
+            return
         arguments = ["--max-logprobs", str(max(LOGPROBS, self.settings.top_k)), *self.arguments()]
         print(f"starting vLLM with {' '.join(arguments)}", flush=True)
         url = self.stack.enter_context(serve_vllm(self.target.folder, *arguments))

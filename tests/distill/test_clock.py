@@ -60,6 +60,46 @@ def test_without_minutes_nothing_ends_by_time(time, tmp_path):
     assert clock.training_progress() == 0
 
 
+def nothing():
+    """What a target that is there already does to start."""
+
+
+@pytest.mark.parametrize("start", [0, 100, 180])
+def test_a_start_does_not_count_as_speed(time, tmp_path, start):
+    clock, made = Clock(tmp_path, 10.0), []
+
+    def begin():
+        time.now += start
+
+    def answer(count):
+        time.now += (count - sum(made)) / 33
+        made.append(count - sum(made))
+        return count
+
+    count = answers_in_time(clock, 10**6, list(range(10**6)), 64, begin, answer)
+    assert count > 0.9 * (200 - start) * 33
+    assert time.now <= 200
+
+
+@pytest.mark.parametrize(("began", "warned"), [(199.0, False), (350.0, True), (500.0, True)])
+def test_training_that_begins_late_says_so(time, tmp_path, capsys, began, warned):
+    clock = Clock(tmp_path, 10.0)
+    time.now = began
+    clock.training_progress()
+    assert ("Warning" in capsys.readouterr().out) == warned
+    clock.training_progress()
+    assert not capsys.readouterr().out
+
+
+def test_outputs_that_end_after_the_first_round_say_so(time, tmp_path, capsys):
+    def answer(count):
+        time.now += 120  # of 200, so that a second output has no time
+        return count
+
+    answers_in_time(Clock(tmp_path, 10.0), 9, list(range(9)), 8, nothing, answer)
+    assert "Warning" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("seconds", "cached"), [(0.1, 0), (0.1, 500), (1.0, 0), (30.0, 0), (300.0, 0)]
 )
@@ -72,7 +112,7 @@ def test_answers_are_made_until_their_third_is_over(time, tmp_path, seconds, cac
         time.now += new * seconds
         return count
 
-    count = answers_in_time(clock, total, list(range(cached, total)), 8, answer)
+    count = answers_in_time(clock, total, list(range(cached, total)), 8, nothing, answer)
     assert count == cached + sum(made)
     assert time.now <= 200 or sum(made) == 1  # not a whole batch where that takes too long
     assert sum(made) >= 0.93 * (200 / seconds) - 1
@@ -81,15 +121,15 @@ def test_answers_are_made_until_their_third_is_over(time, tmp_path, seconds, cac
 def test_answers_that_are_there_take_no_time_and_none_is_made_late(time, tmp_path):
     clock = Clock(tmp_path, 1.0)
     time.now = 30.0
-    assert answers_in_time(clock, 40, list(range(20, 40)), 8, lambda count: count) == 20
-    assert answers_in_time(clock, 40, [], 8, lambda count: count) == 40
+    assert answers_in_time(clock, 40, list(range(20, 40)), 8, None, lambda count: count) == 20
+    assert answers_in_time(clock, 40, [], 8, None, lambda count: count) == 40
 
     def answer(count):
         time.now += 1
         return count
 
     # another run has answered others than the first prompts
-    assert answers_in_time(clock, 40, list(range(20)), 8, answer) == 1
+    assert answers_in_time(clock, 40, list(range(20)), 8, nothing, answer) == 1
 
 
 def test_the_time_is_written_within_a_stage(tmp_path, monkeypatch):
