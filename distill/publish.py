@@ -79,10 +79,15 @@ def unmet_conditions(
         if report.engine != REFERENCE:
             again = "measure it again with the command in its provenance"
         drafts = {name: d for name, d in report.drafts.items() if d.sha256 in weights}
-        if not drafts:
+        if not drafts and any(draft.sha256 for draft in report.drafts.values()):
             unmet.append(
                 f"The report of engine {report.engine} measured other weights than draft/ has; "
                 f"{again}."
+            )
+        elif not drafts:
+            unmet.append(
+                f"The report of engine {report.engine} does not say which weights were served; "
+                f"measure it again with --run {run.name} and --base_url tuned=URL."
             )
         for name, draft in drafts.items():
             if draft.lossless.unexplained:

@@ -88,7 +88,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.run", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--target", help="Hub id, folder, GGUF or pypi: file")
-    add("--draft", action="append", help="[NAME=]SPEC, repeatable; prompt-lookup needs no model")
+    of_draft = "[NAME=]SPEC, repeatable; prompt-lookup needs no model; with --base_url NAME=URL: "
+    add("--draft", action="append", help=of_draft + "what this server drafts with, by your word")
     add("--prompts", help="Hub data set, pypi: file or .jsonl")
     add("--instruction", help="user message; {prompt} stands for the prompt")
     kwargs = 'of the chat template, as {"enable_thinking": false}'
@@ -460,12 +461,14 @@ def _measure_servers(args: argparse.Namespace, journal: Journal) -> Report:
     prompts = in_chat_form(prompts, args.instruction, template, args.chat_template_kwargs)
     asked = PromptSet(args.prompts, prompts, [], args.overlap)
     task = Task(asked, decoding_of(args), _made_by(args), args.loads, args.goodput, journal)
-    return measure_servers(
-        {name: client(url) for name, url in _by_name(args.base_url, "served").items()},
-        client(args.baseline_url),
-        task,
-        gamma=args.draft_length,
-    )
+    urls, specs = _by_name(args.base_url, "served"), _by_name(args.draft or [])
+    if args.run is None and (nameless := specs.keys() - urls.keys()):
+        raise UserError(
+            f"No server is named {', '.join(sorted(nameless))}; give --base_url NAME=URL with the "
+            "name of --draft NAME=SPEC."
+        )
+    servers = {name: client(url) for name, url in urls.items()}
+    return measure_servers(servers, client(args.baseline_url), task, args.draft_length, specs)
 
 
 def _made_by(args: argparse.Namespace) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -75,10 +76,12 @@ def measure_servers(
     baseline: EngineServer,
     task: Task,
     gamma: int | None = None,
+    specs: Mapping[str, str] = MappingProxyType({}),
 ) -> Report:
     """The report of running servers, by the name of the draft, compared with a plain server.
 
-    gamma: the servers' draft length. Raises ServerError if nothing can be measured: a server does
+    gamma: the servers' draft length. specs: their drafts as the user states them, because most
+    servers do not report them. Raises ServerError if nothing can be measured: a server does
     not answer, serves another target, is another engine, or is the baseline and speculates.
     """
     for server in drafts.values():
@@ -106,7 +109,9 @@ def measure_servers(
     machine |= dict.fromkeys(("hardware", "cores", "threads", "load_average"))
     contenders = [Contender(runs_already(baseline))]
     for name, server in drafts.items():
-        facts = _facts(server.address, gamma) | {"serve": [*map(masked, server.command())]}
+        facts = _facts(specs.get(name, server.address), gamma) | {
+            "serve": [*map(masked, server.command())]
+        }
         contenders.append(Contender(runs_already(server), name, facts))
     servers = baseline, *drafts.values()
     for server in servers:

@@ -138,7 +138,9 @@ class DraftReport(Part):
 
     path: str
     sha256: str | None = Field(
-        default=None, description="of the weights measured; null: there is no file of them"
+        default=None,
+        description="of the weights measured (of a running server: as its user states them); null: "
+        "there is no file of them",
     )
     form: str
     vocabulary: Vocabulary

@@ -27,10 +27,11 @@ from eval import run as evaluation
 from eval.decoding.build import build_decoder
 from eval.decoding.generation import Kept, generate_batched
 from eval.decoding.loop import Decoding
-from eval.decoding.target import load_target
+from eval.decoding.target import load_target, weights_sha256
 from eval.decoding.verification import Sampling
 from eval.engines.server import API_KEY, ServerError
 from eval.reporting.fields import read_report
+from eval.reporting.files import write_report
 from tests.fake_vllm import FakeVllm
 
 SPECULATES = {"step": 3, "gamma": 2}
@@ -505,12 +506,36 @@ def test_a_run_ends_in_a_draft_and_the_commands_that_serve_and_measure_it(stand_
     assert report.drafts["tuned"].speedup.n == 6
     assert report.drafts["tuned"].lossless.identical == 6
     assert report.prompts.overlap_with_training == 0
-    publish(folder)  # only a check, and the card
+    publish(folder, licence="mit")  # only a check, and the card
     card = (folder / "draft" / "README.md").read_text()
     assert "speed-up" in card
     assert "{" not in re.sub(r"```.*?```", "", card, flags=re.DOTALL)
+    assert "Not to be published" not in capsys.readouterr().out
     with pytest.raises(RecipeError, match="another recipe"):
         run(served(plain, max_steps=41))
+
+
+def test_a_draft_measured_in_running_servers_is_published(stand_in, served, tmp_path, capsys):
+    """The commands of docs/gpu.md, and what no one has stated."""
+    plain, drafting = stand_in(), stand_in(**SPECULATES)
+    recipe, there = served(plain), tmp_path / "served"
+    assert run(recipe) == 0
+    asked = ["--base_url", f"tuned={drafting.url}", "--baseline_url", plain.url]
+    measure = ["--run", str(recipe.folder), *asked, "--gamma", "2", "--output_dir", str(there)]
+    assert evaluation.main(measure) == 0
+    report = read_report(there)
+    assert report.drafts["tuned"].sha256 == weights_sha256(str(recipe.folder / "draft"))
+    publishing = [str(recipe.folder), "--report", str(there), "--license", "mit", "--to"]
+    publish_main([*publishing, str(tmp_path / "draft")])
+    assert (tmp_path / "draft" / "model.safetensors").is_file()
+
+    report.drafts["tuned"].sha256 = None
+    write_report(there / "report", report)
+    with pytest.raises(SystemExit) as stopped:
+        publish_main([*publishing, str(tmp_path / "again")])
+    assert stopped.value.code == 2
+    assert "which weights were served" in capsys.readouterr().err
+    assert evaluation.main([*asked, "--draft", "mine=D", "--prompts", "P"]) == 2
 
 
 def test_of_a_target_on_the_hub_no_weights_are_fetched(stand_in, served, monkeypatch):
