@@ -19,11 +19,13 @@ from eval.decoding.target import weights_sha256
 from eval.engines.local_vllm import speculation
 from eval.engines.server import ServerError
 from eval.reporting.fields import REFERENCE, Report, name_and_length
-from eval.reporting.tables import result_table
+from eval.reporting.recommendation import Schedule, recommended, scheduled
+from eval.reporting.tables import load_table, result_table
 from eval.reporting.text import grid, plain
 from eval.reporting.verdict import label, measured_in, top
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
+TAG = "draftsmith"  # of our repositories on the Hub
 USUAL_GAMMA = 3  # draft length where no report has one
 
 
@@ -63,11 +65,11 @@ def write_card(
     target = f"{name}-target" if in_one_file(spec) else public_name(spec)
     short = short_name(spec if abridged(spec) == spec else hub_id or spec)
     base_model = recipe.draft or hub_id or spec
-    gamma = served_gamma(reports, weights)
+    gamma, schedule = served_gamma(reports, weights)
     try:
         method = recipe.draft_sample_method
         drafting = speculation(publication.name, gamma, run / "draft", False, method)
-        vllm = shlex.join(["vllm", "serve", target, *drafting])
+        vllm = shlex.join(scheduled(["vllm", "serve", target, *drafting], schedule))
     except ServerError as error:
         vllm = f"# vLLM does not start with it: {error}"
     card = ModelCard.from_template(
@@ -77,7 +79,7 @@ def write_card(
             library_name="transformers",
             pipeline_tag="text-generation",
             tags=[
-                *("speculative-decoding", "draft-model", "draftsmith"),
+                *("speculative-decoding", "draft-model", TAG),
                 re.sub(r"\W+", "-", recipe.domain.strip()).lower(),
             ],
             target=public_name(spec),
@@ -111,29 +113,38 @@ def write_card(
         file.write(f"{card}\n")
 
 
-def served_gamma(reports: Sequence[Report], weights: set[str]) -> int:
-    """The draft length to serve with: the fastest one in vLLM, else the fastest one measured."""
-    found = [
-        (report.engine == "vllm", draft.speedup.mean, draft.gamma)
-        for report in reports
-        for name, draft in report.drafts.items()
-        if draft.gamma
-        and (
-            (draft.sha256 in weights and draft.serves_alone) or name_and_length(name)[0] == "tuned"
-        )
-    ]
-    return max(found)[-1] if found else USUAL_GAMMA
+def served_gamma(reports: Sequence[Report], weights: set[str]) -> tuple[int, Schedule]:
+    """The draft length to serve with, and vLLM's schedule: as the first report recommends for all
+    loads; if it recommends another draft, the length that was the fastest one in any report.
+    """
+    lengths = list[tuple[float, int]]()
+    for report in reports:
+        measured = {
+            name: draft
+            for name, draft in report.drafts.items()
+            if draft.gamma
+            and (
+                (draft.sha256 in weights and draft.serves_alone)
+                or name_and_length(name)[0] == "tuned"
+            )
+        }
+        found = recommended(report, measured)
+        if report.engine == "vllm" and found:
+            return max(measured[name].gamma or 0 for name in found.served.values()), found.schedule
+        lengths += [(draft.speedup.mean, draft.gamma or 0) for draft in measured.values()]
+    return max(lengths, default=(0.0, USUAL_GAMMA))[1], []
 
 
 def _results(report: Report) -> str:
-    """What a report says, as Markdown: verdict, output check, setting, and its main table."""
-    decoding, machine, lines = report.decoding, report.environment, top(report)
-    hardware = (machine and machine.hardware) or report.device
+    """What a report says, as Markdown: verdict, output check, setting, and its main tables."""
+    decoding, lines, loads = report.decoding, top(report), load_table(report)
+    hardware = report.environment.hardware or "unknown hardware"  # the device may be a host's name
     setting = (
         f"Measured in {measured_in(report)} on {hardware}, temperature {decoding.temperature:g}, "
         f"up to {decoding.max_new_tokens} new tokens. Output check: {lines.output}."
     )
-    return "\n\n".join([f"**{plain(lines.verdict)}**", setting, *grid(result_table(report))])
+    tables = [*grid(result_table(report)), *(grid(loads) if loads.rows else ())]
+    return "\n\n".join([f"**{plain(lines.verdict)}**", setting, *tables])
 
 
 # --- Names that reveal nothing about the machine

@@ -31,7 +31,7 @@ from huggingface_hub.errors import HTTPError
 from align.errors import UserError
 from align.files import atomic_folder, refuse_unwritable
 from align.sources import read_json, refuse_damaged, resolve_checkpoint
-from distill.card import Publication, derived_licence, draft_weights, in_one_file, write_card
+from distill.card import TAG, Publication, derived_licence, draft_weights, in_one_file, write_card
 from distill.export import FULL_FORM
 from distill.recipe import read_yaml
 from eval.decoding.drafters.mtp import SERVED
@@ -194,14 +194,21 @@ def push_folder(folder: Path, repo_id: str, public: bool) -> str:
     a failure resumes the upload.
 
     The token is that of the environment or of `hf auth login`, and no message contains it. Raises
-    UserError for a repository of the other visibility, without a login, and if the Hub refuses
-    or cannot be reached.
+    UserError for a repository of the other visibility or with weights of others, without a login,
+    and if the Hub refuses or cannot be reached.
     """
     api = HfApi()
     try:
         api.whoami()
         address = api.create_repo(repo_id, private=not public, exist_ok=True)
-        if api.repo_info(repo_id).private == public:
+        info = api.model_info(repo_id)
+        weights = any(file.rfilename.endswith(".safetensors") for file in info.siblings or ())
+        if weights and TAG not in (info.tags or ()):
+            raise UserError(
+                f"{repo_id} has weights that draftsmith did not publish, and the upload would "
+                "delete them; name another repository"
+            )
+        if info.private == public:
             remedy = "leave --public out" if public else "give --public"
             raise UserError(
                 f"{repo_id} exists and is {'private' if public else 'public'}: change that in its "

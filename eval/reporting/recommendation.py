@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -42,8 +43,10 @@ def loads_of(report: Report) -> list[Load]:
     return sorted({load for draft in report.drafts.values() for load in draft.speedup_by_load})
 
 
-def recommended(report: Report) -> Recommendation | None:
+def recommended(report: Report, among: Collection[str] | None = None) -> Recommendation | None:
     """The surest configuration; None if no draft is shown to be faster than the target alone.
+
+    among: names of drafts; None: all drafts.
 
     One that is slow at no load is preferred; then the one whose lowest bound of the speed-up over
     all loads (1 where it is switched off) is highest; then the mean of these bounds decides. N-gram
@@ -52,7 +55,8 @@ def recommended(report: Report) -> Recommendation | None:
     serve.
     """
     names: dict[str, list[str]] = {}
-    for name, draft in report.drafts.items():
+    for name in report.drafts if among is None else among:
+        draft = report.drafts[name]
         if name not in report.broken and (draft.serves_alone or report.engine != REFERENCE):
             names.setdefault(name_and_length(name)[0], []).append(name)
 
@@ -92,6 +96,16 @@ def draft_lengths(drafts: Sequence[DraftReport]) -> Schedule:
             first = schedule.pop()[0]
         schedule.append((first, last, length))
     return schedule if best else []
+
+
+def scheduled(command: Sequence[str], schedule: Schedule) -> list[str]:
+    """The command of a vLLM server with the schedule in its --speculative-config."""
+    words = [*command]
+    if schedule:
+        at = words.index("--speculative-config") + 1
+        lengths = {"num_speculative_tokens_per_batch_size": schedule}
+        words[at] = json.dumps(json.loads(words[at]) | lengths)
+    return words
 
 
 def _configurations(report: Report, names: Sequence[str]) -> Iterator[Recommendation]:

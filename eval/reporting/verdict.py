@@ -20,7 +20,7 @@ from eval.reporting.fields import (
     Report,
     name_and_length,
 )
-from eval.reporting.recommendation import Recommendation, loads_of, recommended
+from eval.reporting.recommendation import Recommendation, loads_of, recommended, scheduled
 
 NAMES = {  # shown names of a training run's drafts, in order
     "untuned": "base draft",
@@ -244,15 +244,12 @@ def _longest(report: Report, found: Recommendation) -> str:
 
 def _serve(report: Report, found: Recommendation) -> str:
     """The command of a server with the draft and its schedule, as far as it is known."""
-    lengths = {"num_speculative_tokens_per_batch_size": found.schedule}
-    words = report.drafts[_longest(report, found)].serve
-    if words and found.schedule:
-        at = words.index("--speculative-config") + 1
-        config = json.dumps(json.loads(words[at]) | lengths)
-        words = [*words[:at], config, *words[at + 1 :]]
-    elif found.schedule:
-        return f"vllm serve … --speculative-config '{{…, {json.dumps(lengths)[1:]}'"
-    return shlex.join(words)
+    draft = report.drafts[_longest(report, found)]
+    words = draft.serve
+    if found.schedule and not words:
+        config = {"model": "DRAFT", "num_speculative_tokens": draft.gamma}
+        words = ["vllm", "serve", "TARGET", "--speculative-config", json.dumps(config)]
+    return shlex.join(scheduled(words, found.schedule))
 
 
 def _commands(report: Report, found: Recommendation) -> Iterator[str]:

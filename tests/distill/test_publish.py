@@ -142,6 +142,33 @@ def test_the_card_is_the_golden_one(made, run, in_vllm, tmp_path, monkeypatch):
         assert machine not in card
 
 
+def test_the_card_has_the_loads_and_their_schedule_and_no_host(run, in_vllm, tmp_path):
+    """The draft length is that of the recommendation, not the fastest one at a time."""
+
+    def spoil(report):
+        report["device"], report["environment"]["hardware"] = "gpu-17.internal", None
+        for name, intervals in {
+            "tuned, gamma 2": {4: [1.1, 1.3], 8: [0.8, 0.9]},
+            "tuned, gamma 3": {4: [0.9, 1.1], 8: [0.7, 0.8]},
+        }.items():
+            number = report["drafts"][name]["speedup"]
+            both = {"baseline": number, "speculative": number}
+            report["drafts"][name]["by_load"] = [
+                {"concurrency": load, "requests": 40, "tokens_per_s": both, "itl_ms": None}
+                | {"mean_acceptance_length": None, "speedup": number | {"ci95": interval}}
+                for load, interval in intervals.items()
+            ]
+
+    change_report(in_vllm, spoil)
+    card = as_measured_in_vllm(run, in_vllm, tmp_path)
+    assert "gpu-17" not in card
+    assert "## By load" in card
+    config = json.loads(re.search("--speculative-config '(.*)'", card)[1])
+    assert config["num_speculative_tokens"] == 3
+    schedule = [[1, 1, 3], [2, 4, 2], [5, 9, 0]]
+    assert config["num_speculative_tokens_per_batch_size"] == schedule
+
+
 @pytest.mark.parametrize(
     ("drafter", "config", "words"),
     [

@@ -13,7 +13,7 @@ from distill.publish import OURS, push_folder
 
 TOKEN = "hf_NobodyMayReadThis"
 NAME = "me/code-draft"
-STAGES = ["whoami", "create_repo", "repo_info", "upload_folder"]
+STAGES = ["whoami", "create_repo", "model_info", "upload_folder"]
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def api(monkeypatch):
     """The Hub's client, which takes its own arguments only; the repository is private."""
     api = create_autospec(HfApi, instance=True)
     api.create_repo.return_value = f"https://hub/{NAME}"
-    api.repo_info.return_value = SimpleNamespace(private=True)
+    api.model_info.return_value = SimpleNamespace(private=True, siblings=[], tags=[])
     monkeypatch.setattr(publish, "HfApi", lambda: api)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     return api
@@ -29,7 +29,7 @@ def api(monkeypatch):
 
 @pytest.mark.parametrize("public", [False, True])
 def test_a_push_is_one_commit_that_removes_what_earlier_ones_named_otherwise(api, tmp_path, public):
-    api.repo_info.return_value.private = not public
+    api.model_info.return_value.private = not public
     assert push_folder(tmp_path, NAME, public) == f"https://hub/{NAME}"
     api.create_repo.assert_called_once_with(NAME, private=not public, exist_ok=True)
     api.upload_folder.assert_called_once_with(
@@ -41,10 +41,20 @@ def test_a_push_is_one_commit_that_removes_what_earlier_ones_named_otherwise(api
 
 @pytest.mark.parametrize("public", [True, False])
 def test_a_repository_of_the_other_visibility_is_refused(api, tmp_path, public):
-    api.repo_info.return_value.private = public
+    api.model_info.return_value.private = public
     with pytest.raises(UserError, match="--public"):
         push_folder(tmp_path, NAME, public)
     assert not api.upload_folder.called
+
+
+def test_the_weights_of_others_are_not_deleted(api, tmp_path):
+    info = api.model_info.return_value
+    info.siblings = [SimpleNamespace(rfilename="model-00001-of-00002.safetensors")]
+    with pytest.raises(UserError, match="another repository"):
+        push_folder(tmp_path, NAME, False)
+    assert not api.upload_folder.called
+    info.tags = ["draft-model", "draftsmith"]
+    assert push_folder(tmp_path, NAME, False)
 
 
 def wrapped():

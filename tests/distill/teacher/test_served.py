@@ -14,6 +14,7 @@ import torch
 from align.sources import cache_folder, load_model, load_tokenizer
 from distill.models import check_models
 from distill.prompt_sets import collect_prompts
+from distill.publish import main as publish_main
 from distill.publish import publish
 from distill.recipe import RecipeError
 from distill.teacher import served as module
