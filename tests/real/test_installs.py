@@ -48,18 +48,10 @@ def test_an_installation_resolves(command, python, tmp_path):
                 override = ["--override", str(tmp_path / "torch.txt")]
             case _:
                 wanted.append(word)
+    options = ["--no-config", "--no-python-downloads", "--default-index=https://pypi.org/simple"]
+    options += [f"--python-version={python}", "--python-platform=x86_64-manylinux_2_28"]
     done = subprocess.run(
-        [
-            "uv",
-            "pip",
-            "compile",
-            "--no-config",
-            "--no-python-downloads",
-            "--default-index",
-            "https://pypi.org/simple",
-        ]
-        + ["--python-version", python, "--python-platform", "x86_64-manylinux_2_28"]
-        + [*project, *(["-"] if wanted else []), *override],
+        ["uv", "pip", "compile", *options, *project, *(["-"] if wanted else []), *override],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if name[:3] not in ("UV_", "PIP")},
         input="\n".join(wanted),
