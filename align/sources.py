@@ -25,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -35,7 +36,7 @@ from unittest import mock
 import numpy as np
 
 from align.errors import UserError, masked
-from align.files import atomic_folder, locked, remove
+from align.files import atomic_file, atomic_folder, locked, remove
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +57,8 @@ _GPT2_RULES = (
     "default gpt-2 phi-2 gigachat a.x-4.0 mellum exaone4 mpt olmo jais trillion granite-docling "
     "smollm"
 ).split()
+_SHA256 = re.compile("[0-9a-f]{64}")
+_SETTLED = 2 * 10**9  # ns; a file may change again within the resolution of its times
 _CONVERTED = "bf16-4"  # ends the name of a GGUF file's checkpoint in the cache
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -146,7 +149,9 @@ def resolve_checkpoint(spec: str, weights: bool = True, quantised: bool = False)
     if path.is_dir():
         folder = path
     elif on_hub(spec):
-        folder = _from_hub(spec, [*_TOKENIZER_FILES, *["*.safetensors"] * weights])
+        folder = _from_hub(spec, _TOKENIZER_FILES)
+        if weights:  # of the same revision, which is the folder's name
+            folder = _from_hub(spec, (*_TOKENIZER_FILES, "*.safetensors"), folder.name)
     else:
         raise SourceError(
             f"{spec!r} was not found: there is no such file or folder ({path.absolute()} was "
@@ -348,7 +353,7 @@ def _key(kind: str, parts: list[_Part]) -> str:
 
 def _check_pin(spec: str, pin: str | None, file: Path, entry: Path) -> None:
     """Delete the entry and raise SourceError if the file does not have the pinned sha256."""
-    if pin is not None and (sha256 := _sha256(file)) != pin:
+    if pin is not None and (sha256 := file_sha256(file)) != pin:
         remove(entry)
         raise SourceError(
             f"Checksum mismatch: {spec!r} pins sha256 {pin}, but the file has {sha256} and was "
@@ -400,15 +405,23 @@ def _cached(key: str, fill: Callable[[Path], None]) -> Path:
     return entry / "content"
 
 
-def _sha256(path: Path) -> str:
-    return _sha256_of(path, path.stat().st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=1024)
-def _sha256_of(path: Path, changed: int) -> str:
-    """The file's sha256, cached in this process until the file changes."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def file_sha256(path: Path) -> str:
+    """The file's sha256. The cache keeps it until the file is changed or replaced."""
+    real = path.resolve()
+    if real.parent.name == "blobs" and _SHA256.fullmatch(real.name):
+        return real.name  # the Hub's cache gives large files this name
+    about = real.stat()
+    times = about.st_mtime_ns, about.st_ctime_ns
+    state = f"{real} {about.st_dev} {about.st_ino} {about.st_size} {times}"
+    entry = cache_folder() / "sha256" / hashlib.sha256(state.encode()).hexdigest()
+    if entry.exists():
+        return entry.read_text(encoding="utf-8")
+    with open(real, "rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    if time.time_ns() - max(times) > _SETTLED:
+        with suppress(UserError), atomic_file(entry) as file:  # without it the next call takes time
+            file.write(sha256)
+    return sha256
 
 
 # --- checkpoints
@@ -471,7 +484,7 @@ def _converted(spec: str, file: Path) -> Path:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    return _cached(f"checkpoints/{_sha256(file)[:32]}-{_CONVERTED}", fill)
+    return _cached(f"checkpoints/{file_sha256(file)[:32]}-{_CONVERTED}", fill)
 
 
 def _restore_ends(model: Any, tokenizer: Any, reader: GGUFReader) -> None:
@@ -578,14 +591,19 @@ def on_hub(spec: str) -> bool:
     return not Path(spec).expanduser().exists() and _HUB_ID.fullmatch(spec) is not None
 
 
-def _from_hub(spec: str, patterns: list[str]) -> Path:
+@functools.cache  # a process asks the Hub once, and reads one revision of a model
+def _from_hub(spec: str, patterns: tuple[str, ...], revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 
     try:
         return Path(
             snapshot_download(
-                spec, allow_patterns=patterns, ignore_patterns=list(_NOT_FROM_HUB), etag_timeout=10
+                spec,
+                revision=revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(_NOT_FROM_HUB),
+                etag_timeout=10,
             )
         )
     except (LocalEntryNotFoundError, HfHubHTTPError, HTTPError) as error:

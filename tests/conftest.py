@@ -11,7 +11,7 @@ from jinja2 import Environment
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from align.machine import use_machine
-from align.sources import cache_folder
+from align.sources import _from_hub, cache_folder
 from eval.decoding.prompt_run import PromptRun
 from eval.engines.local_vllm import EngineMissing, vllm_python
 from eval.measuring import timing
@@ -85,9 +85,10 @@ def spared():
 
 
 @pytest.fixture(autouse=True)
-def seeded():
-    """No test draws other numbers where other tests have run before it."""
+def alone():
+    """No test draws other numbers, or finds another's Hub, where other tests have run before it."""
     torch.manual_seed(0)
+    _from_hub.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -26,6 +25,7 @@ from distill.teacher.store import (
     CachedAnswer,
     Record,
     Store,
+    in_shards,
     name_of,
     names_of,
 )
@@ -34,7 +34,6 @@ from eval.decoding.loop import seed_of
 from eval.decoding.target import Target, weights_sha256
 from eval.engines.local_vllm import EngineMissing, vllm_python
 
-ANSWERS_PER_SHARD = 64  # a process that is killed loses at most this number of outputs
 USED = "answers.json"  # in a run's folder: the store and the outputs that it is trained on
 
 Answerer = Literal["local", "vllm", "server"]
@@ -125,8 +124,10 @@ class AnsweringTarget:
         clock, names = time.monotonic(), self.names(prompts, taught)
         missing = self.store.missing(names)
         with closing(self.made({names[i]: prompts[i] for i in missing}, taught)) as made:
-            while shard := dict(islice(made, ANSWERS_PER_SHARD)):
-                self.keep(shard)
+            for shard in in_shards(
+                made, lambda output: len(output[1]["prompt_ids"]) + len(output[1]["response_ids"])
+            ):
+                self.keep(dict(shard))
         self.store.wait_for(names)
         answers = Answers(self.store, names)
         lengths = answers.response_lengths

@@ -17,8 +17,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from distill.drafters.kind import TargetEnds
-from distill.teacher.answers import ANSWERS_PER_SHARD, Answerer
-from distill.teacher.store import Answers, CachedAnswer, Store, name_of
+from distill.teacher.answers import Answerer
+from distill.teacher.store import Answers, CachedAnswer, Store, in_shards, name_of
 from eval.decoding.forward import Decoder, HiddenStates, in_pieces
 from eval.decoding.target import Target
 
@@ -88,9 +88,7 @@ def cache_states(parts: Mapping[tuple[int, ...], Answers], reader: StateReader) 
             missing |= {names[i]: (answers, i) for i in store.missing(names)}
             stores[layers] = store, set(names)
     union, lacking = [layer for layers in stores for layer in layers], list(missing)
-    shards = [
-        lacking[at : at + ANSWERS_PER_SHARD] for at in range(0, len(lacking), ANSWERS_PER_SHARD)
-    ]
+    shards = list(in_shards(lacking, lambda name: missing[name][0].tokens(missing[name][1])))
     readers = state.num_processes if reader.by == "local" else 1
     share = shards[state.process_index :: readers] if state.process_index < readers else []
     shown = share if state.is_main_process else ()

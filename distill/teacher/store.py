@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -28,15 +29,18 @@ from torch import Tensor
 from align.errors import UserError
 from align.files import atomic_file, locked, write_json
 from align.machine import from_first, shared_by_all, wait_on_host
-from align.sources import cache_folder, opened_weights
+from align.sources import cache_folder, file_sha256, opened_weights
 from eval.decoding.loop import Decoding
 
 TEACHER = "teacher"  # the folder of all stores, in the cache or in a run's folder
 VISIBLE_SECONDS = 90.0  # NFS may show a new file to other machines after a minute only
 REMEDY = "delete it and run again: only its records are remade"  # of a damaged shard
+ANSWERS_PER_SHARD = 64  # a process that is killed loses at most this number of outputs
+TOKENS_PER_SHARD = 2**15  # of texts: their hidden states take up to 40 kB a token
 TAUGHT = "-taught"  # ends the name of an output with distributions within its prompt
 
 Record = Mapping[str, Tensor]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -129,11 +133,26 @@ class CachedAnswer:
         }
 
 
+def in_shards(texts: Iterable[T], tokens: Callable[[T], int]) -> Iterator[list[T]]:
+    """The texts in lists of ANSWERS_PER_SHARD, or of fewer that have TOKENS_PER_SHARD tokens.
+
+    tokens: returns the number of tokens of a text.
+    """
+    shard, size = list[T](), 0
+    for text in texts:
+        shard.append(text)
+        size += tokens(text)
+        if len(shard) == ANSWERS_PER_SHARD or size >= TOKENS_PER_SHARD:
+            yield shard
+            shard, size = [], 0
+    if shard:
+        yield shard
+
+
 class _Shard(NamedTuple):
     """ends: the ends of the records, by column. by: what generated the records."""
 
     ends: dict[str, np.ndarray[Any, Any]]
-    sha256: str
     by: str
 
 
@@ -182,9 +201,10 @@ class Store:
                     "by": by,
                 }
             )
-            metadata = {"about": about, "sha256": _sha256(about, tensors)}
-            last = max((int(path.stem[-6:]) for path in self._shards), default=-1)
-            path = self.folder / f"shard-{last + 1:06d}.safetensors"
+            metadata = {"about": about}
+            # another machine's shard of this number may not be visible yet
+            name = f"shard-{len(self._shards):06d}-{secrets.token_hex(4)}.safetensors"
+            path = self.folder / name
             with atomic_file(path, "wb") as file:
                 file.write(save(tensors, metadata=metadata))
             self._take_in(path, metadata)
@@ -199,8 +219,7 @@ class Store:
     def _take_in(self, path: Path, metadata: dict[str, str]) -> None:
         about = json.loads(metadata["about"])
         ends = {name: np.cumsum([0, *each]) for name, each in about["lengths"].items()}
-        by = about.get("by", "not recorded")
-        self._shards[path] = _Shard(ends, metadata["sha256"], by)
+        self._shards[path] = _Shard(ends, about.get("by", "not recorded"))
         self._places |= {name: (path, number) for number, name in enumerate(about["names"])}
 
     def missing(self, names: Sequence[str]) -> list[int]:
@@ -255,7 +274,7 @@ class Store:
 
     def sha256_of(self, names: Sequence[str]) -> str:
         """A hash of these names and of the contents of their shards."""
-        lines = [f"{name} {self._shards[self._places[name][0]].sha256}\n" for name in names]
+        lines = [f"{name} {file_sha256(self._places[name][0])}\n" for name in names]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def made_by(self, names: Sequence[str]) -> dict[str, int]:
@@ -299,11 +318,7 @@ class Answers(Sequence[CachedAnswer]):
         """The number of response tokens of each output."""
         return [self.store.length(name, "response_ids") for name in self.names]
 
-
-def _sha256(about: str, tensors: Mapping[str, Tensor]) -> str:
-    """The sha256 of a shard's content; it does not depend on the tensors' order."""
-    digest = hashlib.sha256(about.encode())
-    for name in sorted(tensors):
-        digest.update(name.encode())
-        digest.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    def tokens(self, number: int) -> int:
+        """The number of tokens of an output and its prompt."""
+        name = self.names[number]
+        return self.store.length(name, "prompt_ids") + self.store.length(name, "response_ids")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from align.sources import load_model, load_tokenizer, weight_files
+from align.sources import file_sha256, load_model, load_tokenizer, weight_files
 from align.vocabulary import stop_ids
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters import LOOKUP_FIRST
@@ -66,10 +66,7 @@ def weights_sha256(path: str) -> str | None:
     """
     place = Path(path.removeprefix(LOOKUP_FIRST))
     files = [place] if place.is_file() else weight_files(place)
-    lines = []
-    for file in files:
-        with file.open("rb") as opened:
-            lines.append(f"{hashlib.file_digest(opened, 'sha256').hexdigest()}  {file.name}\n")
+    lines = [f"{file_sha256(file)}  {file.name}\n" for file in files]
     if len(lines) > 1:
         return hashlib.sha256("".join(lines).encode()).hexdigest()
     return lines[0].partition(" ")[0] if lines else None

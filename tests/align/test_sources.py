@@ -20,6 +20,7 @@ from align.errors import UserError, abridged
 from align.sources import (
     SourceError,
     cache_folder,
+    file_sha256,
     load_config,
     load_model,
     load_tokenizer,
@@ -195,6 +196,46 @@ def test_only_json_tokenizer_and_safetensors_come_from_the_hub(checkpoint, monke
     assert resolve_checkpoint("org/without", weights=False) == checkpoint
     assert set(asked["org/with-weights"]) - set(asked["org/without"]) == {"*.safetensors"}
     assert not [p for p in asked["org/with-weights"] if "bin" in p or p.endswith((".pt", ".py"))]
+
+
+def test_a_process_asks_the_hub_once_and_reads_one_revision(checkpoint, monkeypatch):
+    asked = []
+
+    def snapshot_download(repo_id, revision, **_):
+        asked.append(revision)
+        return str(checkpoint.rename(checkpoint.with_name("abc")) if len(asked) == 1 else moved)
+
+    moved = checkpoint.with_name("abc")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    for weights in (False, True, False, True):
+        assert resolve_checkpoint("org/model", weights=weights) == moved
+    assert asked == [None, "abc"]
+
+
+def test_a_files_hash_is_kept_until_the_file_is_another_one(tmp_path, monkeypatch):
+    def hashed(content):
+        reads.clear()
+        path.write_bytes(content)
+        digests = {file_sha256(path) for _ in range(3)}
+        assert digests == {hashlib.sha256(content).hexdigest()}
+        return len(reads)
+
+    def counted(file, name, digest=hashlib.file_digest):
+        reads.append(file)
+        return digest(file, name)
+
+    path, reads = tmp_path / "weights", []
+    monkeypatch.setattr("align.sources.hashlib.file_digest", counted)
+    assert hashed(b"one") == 3  # it has just been written, and may change again within its times
+    monkeypatch.setattr("align.sources._SETTLED", -(10**12))
+    assert hashed(b"two") == hashed(b"three") == 1
+    blob = tmp_path / "blobs" / ("ab" * 32)
+    blob.parent.mkdir()
+    blob.touch()
+    path.unlink()
+    path.symlink_to(blob)
+    reads.clear()
+    assert (file_sha256(path), reads) == (blob.name, [])
 
 
 def edit_config(folder, **keys):

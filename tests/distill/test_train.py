@@ -21,7 +21,7 @@ from distill import models, train
 from distill.models import check_models
 from distill.recipe import RecipeError, dump
 from distill.run_folder import only_start, refuse_another_run
-from distill.teacher import answers
+from distill.teacher import store
 from distill.teacher.store import Store
 from distill.train import main, run
 from eval.decoding.target import weights_sha256
@@ -62,7 +62,7 @@ def test_a_target_of_the_hub_is_there_before_its_outputs_are_looked_up(
 ):
     """They are stored by the hash of its weights, and a dry run fetches none."""
 
-    def fetch(spec, patterns):
+    def fetch(spec, patterns, *_):
         (tmp_path / "hub").mkdir(exist_ok=True)
         for path in (folder / "target").iterdir():
             if path.suffix != ".safetensors" or "*.safetensors" in patterns:
@@ -279,7 +279,7 @@ def test_cached_outputs_that_a_lower_max_answers_leaves_out_are_counted(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(answers, "ANSWERS_PER_SHARD", 5)
+        patch.setattr(store, "ANSWERS_PER_SHARD", 5)
         patch.setattr(Store, "append", stopped)
         with pytest.raises(KeyboardInterrupt):
             run(job(tmp_path / "stopped", answer_batch_size=5))

@@ -14,7 +14,7 @@ from trl import SFTTrainer
 from distill import held_out, prompt_sets, trainer
 from distill import recipe as recipes
 from distill import train as job
-from distill.teacher import answers
+from distill.teacher import store
 from distill.teacher.store import Store
 from distill.train import main
 from eval.engines.server import Server
@@ -60,7 +60,7 @@ def train_apart(recipe, stage, dies, machines):
         (machine / name).mkdir(parents=True, exist_ok=True)
         os.environ[name] = str(machine / name)
     tempfile.tempdir = None  # so that it is looked for again
-    answers.ANSWERS_PER_SHARD = 2
+    store.ANSWERS_PER_SHARD = 2
     if os.environ["RANK"] != "0":
         del Server._request, prompt_sets._chosen
     if stage == "answers" and os.environ["RANK"] == str(dies):

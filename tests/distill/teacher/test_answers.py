@@ -130,7 +130,7 @@ class Failing:
 
 def test_what_is_there_is_not_answered_again(answered, target, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(module, "ANSWERS_PER_SHARD", 1)
+        patch.setattr("distill.teacher.store.ANSWERS_PER_SHARD", 1)
         with pytest.raises(Interrupted):
             answered(decoder=Failing(target.decoder, 25))
     first = {path: path.read_bytes() for path in tmp_path.glob("store/shard-*")}

@@ -123,7 +123,7 @@ def stand_in(target):
 def hurry(monkeypatch):
     hurried = ServedTarget.patience.new(total=3, backoff_factor=0.01, backoff_jitter=0.01)
     monkeypatch.setattr(ServedTarget, "patience", hurried)
-    monkeypatch.setattr("distill.teacher.answers.ANSWERS_PER_SHARD", 2)
+    monkeypatch.setattr("distill.teacher.store.ANSWERS_PER_SHARD", 2)
 
 
 @pytest.fixture

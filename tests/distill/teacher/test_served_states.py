@@ -221,7 +221,7 @@ def test_a_model_within_another_is_refused(job, tmp_path, quantised, started):
 def test_states_in_the_store_are_not_read_again(job, folder, tmp_path, started, monkeypatch):
     keys = SHORT | {"target": str(folder / "roomy"), "drafter": "medusa", "max_steps": 1}
     recipe = job(tmp_path / "run", **keys)
-    monkeypatch.setattr("distill.teacher.states.ANSWERS_PER_SHARD", 4)
+    monkeypatch.setattr("distill.teacher.store.ANSWERS_PER_SHARD", 4)
     append, appended = Store.append, []
 
     def fails(store, records, by):

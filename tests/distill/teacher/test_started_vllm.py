@@ -44,7 +44,7 @@ def started(monkeypatch):
             server.ended = True
 
     monkeypatch.setattr(started_vllm, "serve_vllm", serve)
-    monkeypatch.setattr("distill.teacher.answers.ANSWERS_PER_SHARD", 2)
+    monkeypatch.setattr("distill.teacher.store.ANSWERS_PER_SHARD", 2)
     monkeypatch.setenv(VLLM_PYTHON, sys.executable)
     return servers
 

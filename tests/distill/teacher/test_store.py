@@ -67,6 +67,25 @@ def test_answers_stand_in_the_order_that_is_asked_for_whoever_wrote_them(tmp_pat
     assert len(list(tmp_path.glob("shard-*"))) == 2
 
 
+def test_a_machine_that_does_not_see_the_shard_of_another_does_not_replace_it(
+    tmp_path, monkeypatch
+):
+    ours, theirs = Store(tmp_path), Store(tmp_path)
+    monkeypatch.setattr(theirs, "refresh", lambda: None)
+    put(ours, 1)
+    put(theirs, 2)
+    for store, numbers in ((ours, "1"), (theirs, "2"), (Store(tmp_path), "12")):
+        for number in numbers:
+            read = Answers(store, [number])[0]
+            assert torch.equal(read.response_ids, answer(int(number)).response_ids)
+
+
+def test_a_shard_of_long_texts_has_few_of_them(monkeypatch):
+    monkeypatch.setattr(module, "TOKENS_PER_SHARD", 10)
+    assert list(module.in_shards([4, 4, 4, 12, 1], int)) == [[4, 4, 4], [12], [1]]
+    assert [len(shard) for shard in module.in_shards([0] * 130, int)] == [64, 64, 2]
+
+
 def test_an_answer_is_known_by_its_prompt_and_how_often_that_was_asked():
     one, other, again = names_of([[1, 2], [1, 2, 0], [1, 2]])
     assert one == name_of([1, 2]) + "-0"
