@@ -2,8 +2,8 @@
 
     python tests/benchmarks/evidence.py REPORT.json docs/evidence/NAME.json "NOTE"
 
-NOTE says what the report lacks. Left out: single prompts, rejections, the verdict, what was not
-measured (null), and of absolute paths all but the last two names. Numbers have six digits.
+NOTE says what the report lacks. Left out: single prompts, rejections, classes of prompts, training,
+and of absolute paths all but the last two names. Numbers have six digits. `read_report` reads it.
 """
 
 import json
@@ -11,17 +11,16 @@ import re
 import sys
 from pathlib import Path
 
-LEFT_OUT = {"per_prompt", "divergences", "atlas", "by_category", "by_copy_share", "by_context",
-            "held_out", "headline", "missing", "clusters", "freedom", "over_starts",
-            "range"}  # fmt: skip
+from eval.reporting.fields import Missing, Report, read_report
+
+LEFT_OUT = ["clusters", "freedom", "over_starts", "range"]  # of a measured number
 
 
 def shortened(value):
-    """A value of report.json without what is left out."""
+    """A value of report.json with short numbers and paths."""
     match value:
         case dict():
-            kept = {key: shortened(each) for key, each in value.items() if key not in LEFT_OUT}
-            return {key: each for key, each in kept.items() if each not in (None, {}, [])}
+            return {key: shortened(each) for key, each in value.items() if key not in LEFT_OUT}
         case list():
             return [shortened(each) for each in value]
         case float():
@@ -31,9 +30,22 @@ def shortened(value):
     return value
 
 
-if __name__ == "__main__":
-    report, evidence, note = sys.argv[1:]
-    figures = {"note": note} | shortened(json.loads(Path(report).read_text("utf-8")))
-    text = json.dumps(figures, indent=1)
+def evidence(report: Report, note: str) -> str:
+    """The text of the file."""
+    report = report.model_copy(update={"held_out": None})
+    for draft in report.drafts.values():
+        if draft.atlas is not None:
+            draft.missing.append(Missing(field="atlas", reason="left out of this file"))
+        draft.per_prompt, draft.by_category, draft.atlas = [], {}, None
+        draft.by_copy_share, draft.by_context = {}, {}
+    fields = shortened(report.model_dump(mode="json", exclude_defaults=True))
+    text = json.dumps({"note": note} | fields, indent=1)
     text = re.sub(r"\[\s+([^][{}\"]+?)\s+\]", lambda numbers: " ".join(numbers[0].split()), text)
-    Path(evidence).write_text(text + "\n", "utf-8")
+    flat = r'{\s+((?:[^][{}"]|"[^"]*"|\[[^][{}]*\]){1,110}?)\s+}'
+    text = re.sub(flat, lambda part: f"{{ {' '.join(part[1].split())} }}", text)
+    return text + "\n"
+
+
+if __name__ == "__main__":
+    path, place, about = sys.argv[1:]
+    Path(place).write_text(evidence(read_report(path), about), "utf-8")
