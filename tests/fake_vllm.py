@@ -60,6 +60,7 @@ class FakeVllm(ThreadingHTTPServer):
         # Of the next completions of more than one token, one each: None, a status, (status,
         # headers), "cut" amid the body, "abort" or "error" amid a stream, "hang"
         self.faults = []
+        self.refused = None  # a prompt that it answers with 400
         self.error_status = 503  # of an "abort" or "error"
         self.mangle = None  # changes a completion that is not streamed
         self.key = None  # what every request has to bring; a refusal repeats what it brought
@@ -196,8 +197,10 @@ class _Handler(BaseHTTPRequestHandler):
         with server.lock:
             server.responses += 1
         time.sleep(server.delay)
-        if server.responses > server.refuses_after or (
-            isinstance(prompt, list) and len(ids) + body["max_tokens"] > server.max_model_len
+        if (
+            (prompt and prompt == server.refused)
+            or server.responses > server.refuses_after
+            or (isinstance(prompt, list) and len(ids) + body["max_tokens"] > server.max_model_len)
         ):
             error = f"maximum context length is {server.max_model_len} tokens"
             return self.reply({"error": error}, 400)

@@ -4,13 +4,18 @@ The order is fair on a machine that slows down steadily. Contenders that run at 
 turns at each prompt. Servers that are started one at a time decode all prompts in order, and then,
 each started again, in the opposite order. The difference between a server's two times on the same
 prompts is what a start, or the time of the visit, changes.
+
+The work is a table of tasks: a stage (OUTPUTS, AGAIN, JUDGE, TIMED) and the number of a prompt or
+a pass, for each contender. A task is done (it has a result), failed (it has a reason), or open.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Annotated, Any, NamedTuple, Protocol
 
@@ -21,7 +26,7 @@ from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
 from eval.engines.divergences import Logprobs, not_judged
-from eval.engines.load import PASSES, Load, Request, TimedPass, load_point, passes, timed_pass
+from eval.engines.load import PASSES, Load, Pass, Request, TimedPass, load_point, passes, timed_pass
 from eval.engines.server import ServerError
 from eval.measuring.evaluation import decoding_facts, prompt_facts
 from eval.measuring.intervals import Starts
@@ -33,6 +38,11 @@ from eval.reporting.build import build_report
 from eval.reporting.fields import Report
 
 WARM_UP = 16  # tokens of outputs that are not timed
+STARTS = 2  # most starts of a server in a visit; the second one after a failure
+FAILED_SHARE = 0.2  # a server that fails at a larger share of the prompts is given up
+OUTPUTS, AGAIN, JUDGE, TIMED = "outputs", "again", "judge", "passes"
+DIVERGENCES, FAILED = "divergences", "failed"
+Work = tuple[str, int]  # a task: its stage, and the number of its prompt or pass
 
 
 class Output(NamedTuple):
@@ -63,10 +73,12 @@ class PromptOutputs(NamedTuple):
 
 # The results of a contender as a journal has them, by their field.
 NOTED: dict[str, TypeAdapter[Any]] = {
-    "outputs": TypeAdapter(PromptOutputs),
-    "again": TypeAdapter(PromptRun),
-    "passes": TypeAdapter(tuple[list[Request], Speculation | None]),
-    "divergences": TypeAdapter(dict[str, Any]),
+    OUTPUTS: TypeAdapter(PromptOutputs),
+    AGAIN: TypeAdapter(PromptRun),
+    # the numbers of the prompts that the pass leaves out, and a TimedPass without `asked`
+    TIMED: TypeAdapter(tuple[list[int], list[Request], Speculation | None]),
+    DIVERGENCES: TypeAdapter(dict[str, Any]),
+    FAILED: TypeAdapter(str),
 }
 
 
@@ -87,6 +99,9 @@ class Engine(Protocol):
         plain: the greedy output of this engine, which has no draft. position: of the divergence.
         """
 
+    def answers(self) -> bool:
+        """Whether the engine still runs, after an error."""
+
     def logprob(self, output: Output) -> float | str:
         """The mean log-probability of the output's tokens, in nats; or why it is not known."""
 
@@ -97,19 +112,24 @@ class Contender:
 
     running: returns a context in which the engine runs. name: the draft's; "" for the baseline.
     facts: fields of the draft's report that are known in advance, and `missing` as in DraftLog.
+    identity: JSON that changes with the engine and its draft, whose results a journal keeps.
     outputs, again, divergences: by number of the prompt; `again` has the outputs of a second start,
-    divergences are explained ones. passes: by number of the pass. failures: why the "prompts", or
-    the passes of a load (by its text), ended early; earlier results are kept.
+    divergences are judged ones. passes: by number of the pass. failed: prompts at which a running
+    engine failed, with the reason. failed_tasks: other tasks, with the reason. gone: why the first
+    visit that ended early did so, or "".
     """
 
     running: Callable[[], AbstractContextManager[Engine]]
     name: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
+    identity: Any = None
     outputs: dict[int, PromptOutputs] = field(default_factory=dict)
     again: dict[int, PromptRun] = field(default_factory=dict)
     passes: dict[int, TimedPass] = field(default_factory=dict)
     divergences: dict[int, dict[str, Any]] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    failed_tasks: dict[Work, str] = field(default_factory=dict)
+    gone: str = ""
 
 
 def runs_already(engine: Engine) -> Callable[[], AbstractContextManager[Engine]]:
@@ -121,7 +141,8 @@ class Visit(NamedTuple):
     """The work of a contender in one `running` context: prompts, then passes, by number.
 
     judges: after the prompts, the contender (the baseline) explains the divergences of all drafts,
-    and reads sampled outputs. again: prompts of an earlier visit that are timed again.
+    and reads sampled outputs. again: prompts of an earlier visit that are timed again. starts: the
+    most starts; 1: the engine runs already.
     """
 
     contender: int  # 0: the baseline
@@ -129,6 +150,13 @@ class Visit(NamedTuple):
     passes: Sequence[int]
     judges: bool = False
     again: Sequence[int] = ()
+    starts: int = 1
+
+    @property
+    def tasks(self) -> list[Work]:
+        """The tasks in order."""
+        tasks = [*((OUTPUTS, i) for i in self.prompts), *((AGAIN, i) for i in self.again)]
+        return [*tasks, *[(JUDGE, 0)] * self.judges, *((TIMED, i) for i in self.passes)]
 
 
 @dataclass(frozen=True)
@@ -166,8 +194,8 @@ def there_and_back(contenders: int, prompts: Conversations, passes: int) -> Iter
     """
     every = [i for turns in prompts for i in turns]
     first, second = range(passes)[0::2], range(passes)[1::2]
-    yield from (Visit(c, every, first) for c in range(contenders))
-    yield from (Visit(c, [], second, c == 0, every) for c in reversed(range(contenders)))
+    yield from (Visit(c, every, first, starts=STARTS) for c in range(contenders))
+    yield from (Visit(c, [], second, c == 0, every, STARTS) for c in reversed(range(contenders)))
 
 
 class Comparison:
@@ -191,44 +219,47 @@ class Comparison:
         self.conversations = [range(start, end) for start, end in pairwise(ends)]
         self.decoding = task.decoding
         self.greedy = replace(task.decoding, sampling=Sampling())
-        first_turns, seed = [turns[0] for turns in conversations], task.decoding.seed
-        self.passes = [p for load in task.loads for p in passes(load, first_turns, seed)]
         self.unread = ""  # why the sampled outputs were not read
+        # prompts at which a contender may fail before it is given up
+        self.most_failures = max(1, int(FAILED_SHARE * len(every)))
 
     def run(self, order: Callable[[int, Conversations, int], Iterator[Visit]]) -> None:
-        """Make all visits in this order, without the work of contenders that failed."""
+        """Make all visits in this order, with those tasks that are open."""
         contenders = [self.baseline, *self.drafting]
-        self._resume(contenders)
-        visits = [*order(len(contenders), self.conversations, len(self.passes))]
-        work = sum(len(v.prompts) + len(v.again) + len(v.passes) for v in visits)
+        self._resume()
+        visits = [*order(len(contenders), self.conversations, PASSES * len(self.task.loads))]
+        work = sum(len(visit.tasks) for visit in visits)
         done = sum(len(c.outputs) + len(c.again) + len(c.passes) for c in contenders)
         with tqdm(total=work, initial=done, desc="compared", unit="task") as bar:
             for visit in visits:
                 contender = contenders[visit.contender]
-                prompts = [i for i in visit.prompts if i not in contender.outputs]
-                if "prompts" in contender.failures:
-                    prompts = []
-                elif "prompts" in self.baseline.failures:  # outputs need a baseline's output
-                    prompts = [i for i in prompts if i in self.baseline.outputs]
-                failed = contender.failures.keys() | self.baseline.failures.keys()
-                again = [
-                    i for i in visit.again if i not in contender.again and "prompts" not in failed
-                ]
-                loaded = [
-                    i
-                    for i in visit.passes
-                    if i not in contender.passes
-                    and not failed & {"prompts", str(self.passes[i].load)}
-                ]
-                unjudged = map(self._unjudged, self.drafting)
-                judges = visit.judges and any([*unjudged, self._unread()])
-                visit = Visit(visit.contender, prompts, loaded, judges, again)
-                if any(visit[1:]):
+                if visit.starts > 1 or not contender.gone:
                     self._visit(contender, visit, bar)
+
+    @property
+    def left_out(self) -> dict[int, str]:
+        """Why prompts are left out for all contenders: a running engine failed at them.
+
+        So are the later turns of a conversation.
+        """
+        failed = {
+            number: why
+            for contender in (self.baseline, *self.drafting)
+            for number, why in contender.failed.items()
+        }
+        return {
+            later: failed[number]
+            for turns in self.conversations
+            for number in turns
+            if number in failed
+            for later in turns
+            if later >= number
+        }
 
     def pairs(self, contender: Contender) -> list[int]:
         """The numbers of the prompts that the baseline and this contender decoded."""
-        return sorted(self.baseline.outputs.keys() & contender.outputs.keys())
+        both = self.baseline.outputs.keys() & contender.outputs.keys()
+        return sorted(both - self.left_out.keys())
 
     def starts(self) -> Starts | None:
         """The times of servers that were started twice, on the prompts that both starts decoded."""
@@ -245,26 +276,28 @@ class Comparison:
         }
         return Starts(seconds_per_token=seconds_per_token) if seconds_per_token else None
 
-    def failures(self, contender: Contender) -> dict[str, str]:
-        """Why the "prompts", or the passes of a load, of this draft or the baseline ended early."""
-        return self.baseline.failures | contender.failures
+    def failures(self, contender: Contender) -> list[str]:
+        """What this contender did not do, besides prompts that are left out, and why."""
+        reasons = [contender.gone, *contender.failed_tasks.values()]
+        return [*dict.fromkeys(filter(None, reasons))]
 
     def divergent(self, contender: Contender) -> list[dict[str, Any]]:
         """The fields of a `Divergence` for each greedy output that differs from the baseline's."""
-        reason = not_judged(self.baseline.failures.get("prompts", ""))
-        unjudged = {i: entry | reason for i, entry in self._unjudged(contender).items()}
-        return [entry for _, entry in sorted((contender.divergences | unjudged).items())]
+        reason = not_judged("; ".join(self.failures(self.baseline)))
+        entries = self._divergences(contender)
+        return [e if e["judged"] or "why" in e else e | reason for e in entries.values()]
 
     def by_load(self, contender: Contender) -> tuple[list[dict[str, Any]], str]:
         """The `LoadPoint`s of loads whose passes are complete, and why others are not complete."""
-        points, starts = [], self.starts()
-        for load in self.task.loads:
-            numbers = [i for i, asked in enumerate(self.passes) if asked.load == load]
-            if self.baseline.passes.keys() & contender.passes.keys() >= set(numbers):
-                pairs = [(self.baseline.passes[i], contender.passes[i]) for i in numbers]
+        points, starts, plain = [], self.starts(), self.baseline.passes
+        for first in range(0, PASSES * len(self.task.loads), PASSES):
+            numbers = range(first, first + PASSES)
+            if all(i in plain and i in contender.passes for i in numbers):
+                pairs = [(plain[i], contender.passes[i]) for i in numbers]
                 started = starts.behind(PASSES) if starts else None  # each start does one pass
                 points.append(load_point(pairs, self.task.limits, started))
-        return points, "; ".join(self.failures(contender).values())
+        reasons = [*self.failures(self.baseline), *self.failures(contender)]
+        return points, "; ".join(reasons) if len(points) < len(self.task.loads) else ""
 
     def log(self, contender: Contender) -> DraftLog:
         """The log of a draft on the prompts that the contender and the baseline decoded."""
@@ -282,8 +315,9 @@ class Comparison:
         about = dict(contender.facts)
         missing = about.pop("missing") | ({"by_load": no_load} if no_load else {})
         missing |= {"sampled_check": self.unread} if self.unread else {}
-        if len(pairs) < len(self.prompts.prompts):
-            missing |= {"prompts": self.failures(contender)["prompts"]}
+        if len(pairs) + len(self.left_out) < len(self.prompts.prompts):
+            reasons = [*self.failures(self.baseline), *self.failures(contender)]
+            missing |= {"prompts": "; ".join(reasons)}
         return DraftLog(
             name=contender.name,
             about=about | {"lossless": lossless, "by_load": by_load},
@@ -307,12 +341,12 @@ class Comparison:
         facts: other fields of the report. Raises ServerError if no draft has a log.
         """
         failures = "; ".join(
-            f"{draft.name} {failure}"
-            for draft in self.drafting
-            for failure in self.failures(draft).values()
+            f"{contender.name or 'target'} {failure}"
+            for contender in (self.baseline, *self.drafting)
+            for failure in self.failures(contender)
         )
         if not logs:
-            raise ServerError(failures)
+            raise ServerError(failures or next(iter(self.left_out.values())))
         used = {run.prompt_id for log in logs for run in log.runs}
         prompts = [prompt for prompt in self.prompts.prompts if prompt.id in used]
         outputs = self.baseline.outputs.values()
@@ -328,7 +362,8 @@ class Comparison:
             about={
                 **facts,
                 "decoding": decoding,
-                "prompts": prompt_facts(replace(self.prompts, prompts=prompts, ids=[])),
+                "prompts": prompt_facts(replace(self.prompts, prompts=prompts, ids=[]))
+                | {"left_out": [*self.left_out.values()]},
                 "starts": self.starts(),
                 "provenance": self.task.provenance | ({"failures": failures} if failures else {}),
             },
@@ -340,36 +375,103 @@ class Comparison:
         return build_report(run, logs)
 
     def _visit(self, contender: Contender, visit: Visit, bar: tqdm) -> None:
-        stage, doing, count = "prompts", "", len(self.prompts.prompts)
+        """Do the open tasks of the visit; after a failure of the engine, start it once more."""
+        for _ in range(visit.starts):
+            if not any(self._open(contender, *task) for task in visit.tasks):
+                return
+            task, warm = None, set[Load]()
+            try:
+                with contender.running() as engine:
+                    for task in visit.tasks:
+                        if self._open(contender, *task):
+                            self._perform(contender, engine, *task, warm)
+                            bar.update()
+                return
+            except ServerError as error:  # here, because `running` may add to the error
+                gone = str(error)
+                if task and task[0] == OUTPUTS:
+                    contender.failed[task[1]] = gone
+                elif task:
+                    contender.failed_tasks[task] = gone
+        contender.gone = contender.gone or gone
+        if visit.prompts and (not task or task[0] == OUTPUTS):
+            contender.failed.clear()  # an engine that is given up leaves out no prompts
+
+    def _open(self, contender: Contender, stage: str, number: int) -> bool:
+        """Whether the task is neither done nor failed, and of use for a comparison."""
+        if (stage, number) in contender.failed_tasks:
+            return False
+        if stage == JUDGE:
+            entries = [e for draft in self.drafting for e in self._divergences(draft).values()]
+            return bool(self._unread()) or not all(entry["judged"] for entry in entries)
+        plain = self.baseline
+        needed = plain.passes if stage == TIMED else plain.outputs
+        if plain.gone and contender is not plain and number not in needed:
+            return False
+        if stage == TIMED:
+            earlier = {*range(number - number % PASSES, number)}  # passes of this load
+            both = plain.passes.keys() & contender.passes.keys()
+            undone = number not in contender.passes and (stage, number) not in plain.failed_tasks
+            return undone and both >= earlier
+        if number in self.left_out or number in contender.failed:
+            return False
+        if stage == AGAIN:
+            return number not in contender.again and number in self.pairs(contender)
+        return number not in contender.outputs
+
+    def _perform(
+        self, contender: Contender, engine: Engine, stage: str, number: int, warm: set[Load]
+    ) -> None:
+        """Do a task. Raises ServerError if the engine is gone, or fails at too many prompts.
+
+        warm: loads for which the engine has had batches.
+        """
+        count = len(self.prompts.prompts)
+        doing = f"after {len(contender.outputs)} of {count} prompts"
         try:
-            with contender.running() as engine:
-                try:
-                    for number in visit.prompts:
-                        doing = f"after {len(contender.outputs)} of {count} prompts: "
-                        output = self._output(contender, engine, number)
-                        self._keep(contender, "outputs", number, output)
-                        bar.update()
-                    for number in visit.again:
-                        doing = f"started again, after {len(contender.again)} of {count} prompts: "
-                        run = engine.decode(self._asked(contender, number), self.decoding).run
-                        self._keep(contender, "again", number, run)
-                        bar.update()
-                finally:
-                    if visit.judges:  # after a failure, too, for the outputs decoded before
-                        self._judge(engine)
-                warm = set[Load]()
-                for number in visit.passes:
-                    asked = self.passes[number]
-                    stage, doing = str(asked.load), f"at {asked.load}: "
-                    if asked.load not in warm:  # a GPU's first batches compile kernels
-                        first = asked._replace(prompts=asked.prompts[: asked.edge])
-                        timed_pass(engine, first, replace(self.decoding, max_new_tokens=WARM_UP))
-                        warm.add(asked.load)
-                    passed = timed_pass(engine, asked, self.decoding)
-                    self._keep(contender, "passes", number, passed)
-                    bar.update()
-        except ServerError as error:  # here, because `running` may add to the error
-            contender.failures.setdefault(stage, f"{doing}{error}")
+            if stage == OUTPUTS:
+                self._keep(contender, stage, number, self._output(contender, engine, number))
+            elif stage == AGAIN:
+                doing = f"started again, after {len(contender.again)} of {count} prompts"
+                run = engine.decode(self._asked(contender, number), self.decoding).run
+                self._keep(contender, stage, number, run)
+            elif stage == JUDGE:
+                self._judge(engine)
+            else:
+                asked = self._pass(number)
+                doing = f"at {asked.load}"
+                if asked.load not in warm:  # a GPU's first batches compile kernels
+                    first = asked._replace(prompts=asked.prompts[: asked.edge])
+                    timed_pass(engine, first, replace(self.decoding, max_new_tokens=WARM_UP))
+                    warm.add(asked.load)
+                self._keep(contender, stage, number, timed_pass(engine, asked, self.decoding))
+        except ServerError as error:
+            failure = ServerError(f"{doing}: {error}")
+            if not engine.answers():
+                raise failure from None
+            if stage == OUTPUTS:
+                self._keep(contender, FAILED, number, str(error))
+            else:
+                contender.failed_tasks[stage, number] = str(failure)
+            again = [task for task in contender.failed_tasks if task[0] == AGAIN]
+            if len(contender.failed) + len(again) > self.most_failures and stage in (
+                OUTPUTS,
+                AGAIN,
+            ):
+                raise failure from None
+
+    def _pass(self, number: int, left_out: Container[int] | None = None) -> Pass:
+        """The pass of this number; the one of the baseline if it is done.
+
+        left_out: prompts that it leaves out; None: those that are left out now.
+        """
+        if left_out is None and number in self.baseline.passes:
+            return self.baseline.passes[number].asked
+        numbers = [turns[0] for turns in self.conversations]
+        missing = self.left_out if left_out is None else left_out
+        prompts = [self.prompts.prompts[i] for i in numbers if i not in missing]
+        every = passes(self.task.loads[number // PASSES], prompts, self.decoding.seed)
+        return every[number % PASSES]
 
     def _output(self, contender: Contender, engine: Engine, number: int) -> PromptOutputs:
         prompt = self._asked(contender, number)
@@ -402,41 +504,69 @@ class Comparison:
                 break
             output.run.logprob = logprob
         for contender in self.drafting:
-            for i, entry in self._unjudged(contender).items():
-                plain, with_draft = self.baseline.outputs[i].greedy, contender.outputs[i]
-                position = entry["position"]
-                # an output that is only cut short has no second token, so it is a mismatch
-                if position < min(len(plain.run.tokens), len(with_draft.greedy.run.tokens)):
-                    entry |= engine.explain(plain, with_draft, position, self.greedy)
-                self._keep(contender, "divergences", i, entry)
+            for i, entry in self._divergences(contender).items():
+                if not entry["judged"]:
+                    plain, with_draft = self.baseline.outputs[i].greedy, contender.outputs[i]
+                    entry |= {"judged": True}
+                    entry |= engine.explain(plain, with_draft, entry["position"], self.greedy)
+                    self._keep(contender, DIVERGENCES, i, entry)
 
-    def _unjudged(self, contender: Contender) -> dict[int, dict[str, Any]]:
-        """The fields of a `Divergence` of each output that differs and is not explained yet."""
+    def _divergences(self, contender: Contender) -> dict[int, dict[str, Any]]:
+        """The fields of a `Divergence` of each output that differs, by number of the prompt."""
         entries = {}
         for i in self.pairs(contender):
             plain, with_draft = (c.outputs[i].greedy.run for c in (self.baseline, contender))
-            differs = plain.tokens != with_draft.tokens and self._comparable(contender, i)
-            if differs and i not in contender.divergences:
-                entries[i] = divergence(plain, with_draft, self.text_of)
+            if plain.tokens != with_draft.tokens and self._comparable(contender, i):
+                entry = divergence(plain, with_draft, self.text_of)
+                # an output that is only cut short has no second token, so it is a mismatch
+                cut = entry["position"] == min(len(plain.tokens), len(with_draft.tokens))
+                entries[i] = contender.divergences.get(i, entry | {"judged": cut})
         return entries
 
     def _keep(self, contender: Contender, kind: str, number: int, result: Any) -> None:
         """Keep a result of this kind (a field of the contender), also in the journal."""
         getattr(contender, kind)[number] = result
-        if self.task.journal:
-            noted = result[1:] if kind == "passes" else result  # the pass itself is known
-            self.task.journal.add(f"{kind} of {contender.name or 'target'}", [number, noted])
+        # a divergence that is not judged is judged by the next process
+        if self.task.journal and (kind != DIVERGENCES or result["judged"]):
+            if kind == TIMED:
+                timed = {prompt.id for prompt in result.asked.prompts}
+                numbers = [turns[0] for turns in self.conversations]
+                left_out = [i for i in numbers if self.prompts.prompts[i].id not in timed]
+                result = [left_out, *result[1:]]
+            stage = f"{kind} of {contender.name or 'target'}"
+            self.task.journal.add(stage, [self._key(contender, kind, number), result])
 
-    def _resume(self, contenders: Sequence[Contender]) -> None:
-        """Take the results that the journal has."""
-        noted = self.task.journal.results if self.task.journal else {}
-        for contender in contenders:
+    def _resume(self) -> None:
+        """Take the results that the journal has of these contenders, prompts and settings."""
+        if self.task.journal is None:
+            return
+        self.task.journal.begin("results by contender, stage and prompt")
+        counts = {TIMED: PASSES * len(self.task.loads)}
+        for contender in (self.baseline, *self.drafting):
             for kind, form in NOTED.items():
-                for number, value in noted.get(f"{kind} of {contender.name or 'target'}", []):
-                    result = form.validate_python(value)
-                    if kind == "passes":
-                        result = TimedPass(self.passes[number], *result)
-                    getattr(contender, kind)[number] = result
+                stage = f"{kind} of {contender.name or 'target'}"
+                values = dict(self.task.journal.results.get(stage, []))
+                for number in range(counts.get(kind, len(self.prompts.prompts))):
+                    if (key := self._key(contender, kind, number)) in values:
+                        result = form.validate_python(values[key])
+                        if kind == TIMED:
+                            result = TimedPass(self._pass(number, result[0]), *result[1:])
+                        getattr(contender, kind)[number] = result
+            if len(contender.failed) > self.most_failures:  # given up, so all are tried again
+                contender.failed.clear()
+
+    def _key(self, contender: Contender, kind: str, number: int) -> str:
+        """A hash of everything on which a result depends."""
+        about = [contender.identity, self.baseline.identity if kind == DIVERGENCES else None, kind]
+        if kind == TIMED:
+            about += [self.task.loads[number // PASSES], number % PASSES]
+            prompts = [turns[0] for turns in self.conversations]
+        else:
+            prompts = [i for turns in self.conversations if number in turns for i in turns]
+            about += [number - prompts[0]]
+        settings = asdict(self.decoding) | {"stops": sorted(self.decoding.stops)}
+        about += [settings, [asdict(self.prompts.prompts[i]) for i in prompts]]
+        return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 
     def _unread(self) -> list[Output]:
         """The sampled outputs whose log-probabilities are not known yet."""

@@ -66,6 +66,13 @@ class EngineServer(Server, Engine, Judge, ABC):
         outputs = plain.run.tokens, with_draft.greedy.run.tokens
         return explain(self, with_draft.reading, plain.prompt_ids, outputs, position)
 
+    def answers(self) -> bool:
+        """As in `Engine`, by its list of models."""
+        try:
+            return bool(self.text("/v1/models", AT_ONCE))
+        except ServerError:
+            return False
+
     def read(self, greedy: Output) -> Any:
         """The log-probabilities of this server for its own output, or why there are none."""
         try:

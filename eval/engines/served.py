@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -44,6 +44,8 @@ from eval.measuring.intervals import Measured, measure, share
 from eval.measuring.runs import AT_LONGEST, REFERENCE_ONLY, Speculation
 from eval.reporting.fields import Report
 
+FIRST = 8  # prompts that are tried before a server is said to refuse them
+REFUSED = 400, 413, 422  # HTTP statuses of a prompt that is refused, as one that is too long
 TEMPLATE = 64  # most tokens of a chat template in a turn
 PATIENCE = 600.0  # most seconds without a byte from a server started here, which may use a CPU
 SLOTS = 16  # requests at a time that a server takes at a request rate, if it needs a number
@@ -107,17 +109,14 @@ def measure_servers(
     machine = environment(baseline.engine, baseline.version, torch.device("cpu"))
     # unknown, because the servers may run on another machine
     machine |= dict.fromkeys(("hardware", "cores", "threads", "load_average"))
-    contenders = [Contender(runs_already(baseline))]
+    contenders = [Contender(runs_already(baseline), identity=_identity(baseline))]
     for name, server in drafts.items():
-        facts = _facts(specs.get(name, server.address), gamma) | {
-            "serve": [*map(masked, server.command())]
-        }
-        contenders.append(Contender(runs_already(server), name, facts))
-    servers = baseline, *drafts.values()
-    for server in servers:
+        facts = _facts(specs.get(name, server.address), gamma)
+        facts["serve"] = [*map(masked, server.command())]
+        identity = [*_identity(server), gamma]
+        contenders.append(Contender(runs_already(server), name, facts, identity))
+    for server in (baseline, *drafts.values()):
         server.retries = PATIENT
-    identity = [(server.address, server.model, server.version) for server in servers]
-    _begin(task, [identity, gamma])
     comparison = Comparison(contenders, task)
     comparison.run(take_turns)
     return _report(
@@ -173,6 +172,8 @@ def measure_started(
 
         @contextmanager
         def serving(draft: str = "", gamma: int = 0) -> Iterator[EngineServer]:
+            if draft in servers.unreadable:
+                raise ServerError(servers.unreadable[draft])
             with servers.serve(draft, gamma, method) as url:
                 server = servers.client(url, PATIENCE)
                 machine["engine_version"] = server.version
@@ -185,29 +186,23 @@ def measure_started(
             for name, draft in drafts.items()
             for longer, gamma in enumerate(reversed(servers.lengths(draft, gammas)))
         ]
-        contenders = [Contender(serving)]
-        for _, gamma, name, draft in sorted(wanted, key=itemgetter(0)):
-            named = f"{name}, gamma {gamma}" if gamma and gammas[1:] else name
-            contender = Contender(
-                partial(serving, draft, gamma), named, _facts(draft, gamma, gamma in gammas)
-            )
-            if draft in servers.unreadable:
-                contender.failures["prompts"] = servers.unreadable[draft]
-            else:
-                command = servers.command(draft, gamma, method)
-                contender.facts["serve"] = [*map(masked, command)]
-            contenders.append(contender)
-        specs = [target, *drafts.values()]
-        identity = [
+        # The lengths of prompts, drafts and loads change `servers.arguments`, and no result.
+        shared = [
+            engine.__name__,
             servers.installed,
             [*arguments],
             variables,
-            drafts,
-            gammas,
-            [*map(_files, specs)],
+            target,
+            _files(target),
         ]
-        # In journals without the order, a server's first outputs are of two starts.
-        _begin(task, [target, *identity, "there and back"])
+        contenders = [Contender(serving, identity=shared)]
+        for _, gamma, name, draft in sorted(wanted, key=itemgetter(0)):
+            named = f"{name}, gamma {gamma}" if gamma and gammas[1:] else name
+            facts = _facts(draft, gamma, gamma in gammas)
+            if draft not in servers.unreadable:
+                facts["serve"] = [*map(masked, servers.command(draft, gamma, method))]
+            identity = [shared, draft, gamma, _files(draft), method]
+            contenders.append(Contender(partial(serving, draft, gamma), named, facts, identity))
         comparison = Comparison(contenders, task)
         comparison.run(there_and_back)
     return _report(
@@ -222,17 +217,24 @@ def measure_started(
 
 
 def _warm_up(server: EngineServer, task: Task) -> Speculation | None:
-    """Send a first, short request; the server's counts for it."""
+    """Send a first, short request; the server's counts for it.
+
+    Raises ServerError if the server refuses the first prompts, or fails.
+    """
     short = replace(task.decoding, max_new_tokens=WARM_UP)
-    return server.decode(task.prompts.prompts[0], short).counters
+    *others, last = task.prompts.prompts[:FIRST]
+    for prompt in others:
+        try:
+            return server.decode(prompt, short).counters
+        except ServerError as error:
+            if error.status not in REFUSED:
+                raise
+    return server.decode(last, short).counters
 
 
-def _begin(task: Task, servers: list[Any]) -> None:
-    """Read the journal's results if they are of these servers, prompts and settings."""
-    if task.journal:
-        settings = asdict(task.decoding) | {"stops": sorted(task.decoding.stops)}
-        prompts = [asdict(prompt) for prompt in task.prompts.prompts]
-        task.journal.begin(servers, prompts, settings, task.loads)
+def _identity(server: EngineServer) -> list[Any]:
+    """What changes with a running server."""
+    return [server.address, server.model, server.version]
 
 
 def _files(spec: str) -> list[Any]:

@@ -121,6 +121,9 @@ class Assisted:
             **options,
         )
 
+    def answers(self) -> bool:
+        return True
+
     def read(self, greedy: Output) -> Assisted:
         """This engine, so that `explain` can compute logits with its draft again."""
         return self

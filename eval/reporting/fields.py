@@ -264,6 +264,9 @@ class PromptsUsed(Part):
     source: str
     n: Count
     sha256: str
+    left_out: list[str] = Field(
+        [], description="why others were left out for all: a server failed at them; one entry each"
+    )
     overlap_with_training: float | None = Field(description="0: a run drops it; null: not known")
     in_chat_form: float = Field(0, ge=0, le=1, description="share in the chat template")
     chat_template_kwargs: list[dict[str, JsonValue]] = Field([], description="of the messages")

@@ -94,6 +94,9 @@ def _about_prompts(report: Report) -> Iterator[ReportWarning]:
             "template. Raw prompts make an Instruct model copy and loop; use `messages` or an "
             "`instruction`.",
         )
+    if prompts.left_out:
+        text = f"{len(prompts.left_out)} prompts are in no number: {prompts.left_out[0]}"
+        yield ReportWarning("left-out", text)
     if prompts.overlap_with_training is None:
         text = "It is not known whether evaluation prompts were also training prompts."
         yield ReportWarning("overlap-unknown", text)

@@ -17,7 +17,7 @@ from eval.engines.comparison import (
     take_turns,
     there_and_back,
 )
-from eval.engines.load import Load
+from eval.engines.load import Load, timed_pass
 from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer
 from eval.prompts import Prompt, PromptSet
@@ -82,7 +82,7 @@ def test_each_start_decodes_all_prompts_and_its_passes(fake, order, times):
         at_load = lengths[lengths.index(WARM_UP) :]
         assert at_load[:6] == [WARM_UP] * 2 + [20] * 4  # a server's first batches compile kernels
     for length, draft in enumerate(comparison.drafting, 2):
-        assert comparison.failures(draft) == {}
+        assert comparison.failures(draft) == []
         assert comparison.divergent(draft) == []
         ((point,), reason) = comparison.by_load(draft)
         assert (point["concurrency"], point["requests"], reason) == (2, 20, "")
@@ -134,43 +134,97 @@ def test_outputs_from_before_a_failure_and_those_of_others_stay(
     servers[failing].refuses_after = responses
     comparison = compared(servers, order)
     assert pairs(comparison) == left
-    failure = comparison.failures([comparison.baseline, *comparison.drafting][failing])["prompts"]
-    assert f"after {responses % 4} of 4 prompts" in failure
-    assert "answered 400" in failure
+    failing_one = [comparison.baseline, *comparison.drafting][failing]
+    if responses == 3:  # one prompt of four
+        assert [*comparison.left_out] == [3]
+    else:
+        failure = comparison.failures(failing_one)[0]
+        assert f"after {responses % 4} of 4 prompts" in failure
+        assert "answered 400" in failure
+        assert comparison.left_out == {}
     if order is there_and_back and failing == 0:
-        assert len(servers[2].streamed) == (8 if responses == 6 else responses)  # no vain work
+        assert len(servers[2].streamed) == 2 * len(left[1])  # no vain work
+
+
+@pytest.mark.parametrize("order", [take_turns, there_and_back])
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_failure_at_a_load_costs_this_load_alone(fake, monkeypatch, order, failing, alive):
+    """Also if the server has to be started again."""
+    servers = [fake(1), fake(3), fake(2)]
+    clients = [VllmServer(server.url) for server in servers]
+    started = [0, 0, 0]
+
+    @contextmanager
+    def running(number):
+        started[number] += 1
+        down[number] = False
+        yield clients[number]
+
+    def failing_pass(engine, asked, decoding):
+        if asked.load.concurrency == 4 and engine is clients[failing]:
+            down[failing] = not alive
+            raise ServerError("broke off")
+        return timed_pass(engine, asked, decoding)
+
+    down = [False] * 3
+    for number, client in enumerate(clients):
+        monkeypatch.setattr(client, "answers", lambda number=number: not down[number])
+    monkeypatch.setattr("eval.engines.comparison.timed_pass", failing_pass)
+    contexts = [partial(running, i) for i in range(3)]
+    comparison = compared(servers, order, [1, 4, 8], contexts)
+    assert pairs(comparison) == [[0, 1, 2, 3]] * 2
+    ends_here = order is take_turns and not alive  # a running server is not started again
+    measured = [[p["concurrency"] for p in comparison.by_load(d)[0]] for d in comparison.drafting]
+    of_failing = [1] if ends_here else [1, 8]
+    assert measured == [of_failing, of_failing if failing == 0 else [1, 4, 8]]
+    reason = comparison.by_load(comparison.drafting[0])[1]
+    assert reason.startswith("at 4 requests at a time: broke off")
+    if order is there_and_back:
+        assert started[failing] == (2 if alive else 3)
+
+
+@pytest.mark.parametrize("order", [take_turns, there_and_back])
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_a_refused_prompt_leaves_all_contenders(fake, order, refusing):
+    servers = [fake(1), fake(3), fake(2)]
+    servers[refusing].refused = "say 2"
+    comparison = compared(servers, order, [2] if refusing == 0 or order is take_turns else [])
+    assert pairs(comparison) == [[0, 1, 3]] * 2
+    assert [*comparison.left_out] == [2]
+    assert "answered 400" in comparison.left_out[2]
+    for contender in (comparison.baseline, *comparison.drafting):
+        assert comparison.failures(contender) == []
+        prompts = [prompt.id for each in contender.passes.values() for prompt in each.asked.prompts]
+        assert "2" not in prompts
+    if refusing == 0 and order is there_and_back:
+        assert not any(body["prompt"] == "say 2" for body in servers[1].streamed)
 
 
 @pytest.mark.parametrize(
-    ("order", "failing", "loads"),
-    [(take_turns, 0, [1]), (take_turns, 1, [1]), (there_and_back, 1, [])],
+    ("failing", "first", "last", "left"),
+    [
+        (1, 1, 2, []),  # its first visit
+        (1, 2, 3, [0, 1, 2, 3]),  # its second visit
+        (0, 2, 3, [0, 1, 2, 3]),
+        (0, 1, 2, []),
+        (1, 1, 1, [0, 1, 2, 3]),  # once
+        (0, 2, 2, [0, 1, 2, 3]),
+    ],
 )
-def test_a_failure_at_a_load_leaves_the_prompts_and_the_loads_before(fake, order, failing, loads):
-    servers = [fake(1), fake(3)]
-    # at 1, both passes and their first requests; some at 4
-    servers[failing].refuses_after = 4 + 2 * (1 + 7) + 9
-    comparison = compared(servers, order, [1, 4])
-    assert pairs(comparison) == [[0, 1, 2, 3]]
-    points, reason = comparison.by_load(*comparison.drafting)
-    assert [point["concurrency"] for point in points] == loads
-    assert "at 4 requests at a time" in reason
-
-
-@pytest.mark.parametrize(
-    ("failing", "time", "left"),
-    [(1, 0, []), (1, 1, [0, 1, 2, 3]), (0, 1, [0, 1, 2, 3]), (0, 0, [])],
-)
-def test_a_server_that_does_not_start(fake, failing, time, left):
-    """The first or the second time."""
+def test_a_server_that_does_not_start(fake, failing, first, last, left):
+    """A start that failed is tried once more. first, last: starts that fail."""
     servers, started = [fake(1), fake(3), fake(3)], [0, 0, 0]
 
     @contextmanager
     def start(number):
         started[number] += 1
-        if number == failing and started[number] - 1 == time:
+        if number == failing and first <= started[number] <= last:
             raise ServerError("no memory")
         yield VllmServer(servers[number].url)
 
     comparison = compared(servers, there_and_back, (), [partial(start, i) for i in range(3)])
     assert pairs(comparison) == [left, [0, 1, 2, 3] if failing else left]
-    assert comparison.failures(comparison.drafting[0]) == {"prompts": "no memory"}
+    failed = comparison.failures([comparison.baseline, *comparison.drafting][failing])
+    assert failed == (["no memory"] if first < last else [])
+    assert started[2] == (0 if failing == 0 and first == 1 < last else 2)

@@ -1,8 +1,14 @@
 """Divergences of servers' greedy outputs: ties flipped by rounding, and drafts not verified."""
 
 import json
+import multiprocessing
+import os
 import re
+import signal
 import zlib
+from contextlib import contextmanager
+from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,6 +17,7 @@ import torch
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.engines.comparison import (
+    WARM_UP,
     Comparison,
     Contender,
     Task,
@@ -20,9 +27,11 @@ from eval.engines.comparison import (
 )
 from eval.engines.divergences import WIDEST_TIE, explain
 from eval.engines.llama_cpp import LlamaServer
+from eval.engines.load import Load, timed_pass
 from eval.engines.served import measure_servers
 from eval.engines.sglang import SglangServer
 from eval.engines.vllm import VllmServer
+from eval.measuring.journal import Journal
 from eval.measuring.output_check import Divergence
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.warnings import find_warnings
@@ -147,6 +156,107 @@ def test_outputs_from_before_a_failure_of_the_baseline_are_judged(fake, order, d
     assert len(entries) >= 3
     assert {entry["tie"] for entry in entries} == {not down}
     assert {entry.get("judged", True) for entry in entries} == {not down}
+
+
+STAGES = ["start", "decode", "explain", "pass"]
+
+
+def journaled(servers, path, loads=(1, 2), dies_at=None):
+    """The comparison of started servers, with its journal; the asked requests of each stage.
+
+    dies_at: stage and number of the event at which the process is killed, before it asks.
+    """
+    seen = dict.fromkeys(STAGES, 0)
+
+    def happens(stage):
+        seen[stage] += 1
+        if (stage, seen[stage]) == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    class Client(VllmServer):
+        def decode(self, prompt, decoding):
+            happens("decode")
+            return super().decode(prompt, decoding)
+
+        def explain(self, *args):
+            happens("explain")
+            return super().explain(*args)
+
+    def timed(*args):
+        happens("pass")
+        return timed_pass(*args)
+
+    @contextmanager
+    def running(server):
+        happens("start")
+        yield Client(server.url)
+
+    names = ["", *(f"draft {i}" for i in range(1, len(servers)))]
+    contenders = [
+        Contender(partial(running, server), name, identity=server.url)
+        for name, server in zip(names, servers, strict=True)
+    ]
+    journal = Journal(path / "measured.jsonl")
+    task = Task(PromptSet("", PROMPTS, []), decoding(), {}, [Load(n) for n in loads], None, journal)
+    comparison = Comparison(contenders, task)
+    with patch("eval.engines.comparison.timed_pass", timed):
+        comparison.run(there_and_back)
+    return comparison, seen
+
+
+def asked(servers):
+    """The requests of each server that are no warm-up, in any order."""
+    return [
+        sorted(json.dumps(body) for _, body in server.requests if body.get("max_tokens") != WARM_UP)
+        for server in servers
+    ]
+
+
+def two_servers(fake):
+    return [fake(1, Served("blocks of 1", Model())), fake(3, Served("blocks of 3", Model()))]
+
+
+def test_a_server_killed_in_any_stage_is_asked_nothing_twice(fake, tmp_path):
+    whole = two_servers(fake)
+    (tmp_path / "whole").mkdir()
+    comparison, events = journaled(whole, tmp_path / "whole")
+    entries = comparison.divergent(comparison.drafting[0])
+    assert len(entries) >= 4
+    assert events["start"] == 4
+    assert events["explain"] == len(entries)
+    for stage, count in events.items():
+        for number in (2, count):
+            servers, path = two_servers(fake), tmp_path / f"{stage} {number}"
+            path.mkdir()
+            process = multiprocessing.get_context("fork").Process(
+                target=journaled, args=(servers, path), kwargs={"dies_at": (stage, number)}
+            )
+            process.start()
+            process.join()
+            assert process.exitcode == -signal.SIGKILL
+            again, _ = journaled(servers, path)
+            assert asked(servers) == asked(whole), (stage, number)
+            assert again.divergent(again.drafting[0]) == entries
+            assert len(again.by_load(again.drafting[0])[0]) == 2
+            for server in servers:
+                server.stop()
+
+
+def test_an_added_contender_or_load_costs_only_itself(fake, tmp_path):
+    def streamed():
+        return [len(server.streamed) for server in servers]
+
+    servers = two_servers(fake)
+    journaled(servers, tmp_path, [1])
+    before = streamed()
+    servers.append(fake(2, Served("blocks of 2", Model())))
+    journaled(servers, tmp_path, [1])
+    assert streamed()[:2] == before
+    counts = streamed()
+    comparison, _ = journaled(servers, tmp_path, [1, 2])
+    passes_of_two = 2 * (2 + 10 + 2 + 2)  # with requests that warm up
+    assert [b - a for a, b in zip(counts, streamed(), strict=True)] == [passes_of_two] * 3
+    assert [len(comparison.by_load(draft)[0]) for draft in comparison.drafting] == [2, 2]
 
 
 def test_near_ties_that_rounding_flips_are_the_same_text(texts):

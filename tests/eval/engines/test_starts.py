@@ -39,6 +39,9 @@ class Simulated:
     def read(self, greedy):
         return None
 
+    def answers(self):
+        return False
+
 
 def evaluated(rng, deviation, order=there_and_back, broken=None):
     """The report of two drafts that are equally fast with each prompt.
