@@ -15,12 +15,6 @@ from eval.measuring.intervals import Part, Share, share
 from eval.measuring.runs import TargetOutput
 
 COPY_TOKENS = 8  # the shortest copy; shorter runs repeat in any text
-COPIED_LITTLE, COPIED_MUCH = 0.1, 0.3  # shares of an output, bounds of the classes
-COPY_CLASSES = (  # the least copied first
-    f"below {COPIED_LITTLE:.0%} copied",
-    f"{COPIED_LITTLE:.0%} to {COPIED_MUCH:.0%} copied",
-    f"above {COPIED_MUCH:.0%} copied",
-)
 
 
 class CopyShare(Part):
@@ -56,16 +50,6 @@ def copied(prompt: Sequence[int], answer: Sequence[int]) -> NDArray[np.bool_]:
         flags[1, start : start + COPY_TOKENS] |= run in in_answer
         in_answer.add(run)
     return flags
-
-
-def copy_classes(answers: Sequence[TargetOutput]) -> dict[str, str]:
-    """The class in COPY_CLASSES of each output, by prompt id."""
-    classes = {}
-    for answer in answers:
-        mean = copied(answer.prompt, answer.tokens).any(axis=0).mean()
-        level = int(mean >= COPIED_LITTLE) + int(mean > COPIED_MUCH)
-        classes[answer.prompt_id] = COPY_CLASSES[level]
-    return classes
 
 
 def described(answers: Sequence[TargetOutput]) -> TargetOutputs:

@@ -20,8 +20,6 @@ from scipy.optimize import bisect
 
 from eval.measuring.intervals import Count, Floats, Part, Quantity
 
-WORTH_IT = 1.05  # a lower speed-up is below the noise of a serving machine
-
 
 @pydantic.dataclasses.dataclass(config=Part.model_config)
 class StepCosts:
@@ -118,15 +116,20 @@ class Payoff(Part):
     verdict: str = Field(description="pays, does not pay, cannot pay, or inconclusive")
 
 
-def payoff(costs: StepCosts, accepted: Sequence[float]) -> Payoff:
-    """The cost estimate of a draft with the acceptance by position m_1 … m_g."""
+def payoff(costs: StepCosts, accepted: Sequence[float], bounds: tuple[float, float]) -> Payoff:
+    """The cost estimate of a draft with the acceptance by position m_1 … m_g.
+
+    bounds: of the measured speed-up, which decides whether the draft pays.
+    """
     draft_length, speedup = best_draft_length(accepted, costs)
     needed = break_even_acceptance_rate(costs)
-    verdict = "pays" if speedup >= WORTH_IT else "does not pay"
+    verdict = "pays" if bounds[0] > 1 else "inconclusive"
+    if bounds[1] < 1:
+        verdict = "cannot pay" if needed is None else "does not pay"
     return Payoff(
         ceiling_speedup=ceiling_speedup(costs),
         break_even_alpha=needed,
         best_gamma=draft_length,
         best_gamma_speedup=speedup,
-        verdict="cannot pay" if needed is None else verdict,
+        verdict=verdict,
     )

@@ -6,7 +6,6 @@ docs/report.md defines each number in prose.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Self
@@ -418,49 +417,28 @@ class Memory(Part):
         return self.draft_bytes / self.target_bytes
 
 
-# --- Classes of prompts ---
+# --- Categories ---
 
 
 class CategoryNumbers(Part):
-    """The numbers of one class of prompts; null if its prompts have no values for a number."""
+    """The numbers of one category; null if its prompts have no values for a number."""
 
     alpha: Share | None
     tau: Measured | None
     speedup: Measured | None
 
 
-def by_class(
-    table: Iterable[PromptSums],
-    class_of: Callable[[PromptSums], str | None],
-    order: Iterable[str] | None = None,
-    started: StartError | None = None,
+def by_category(
+    table: Iterable[PromptSums], started: StartError | None = None
 ) -> dict[str, CategoryNumbers]:
-    """The `COMPARED` numbers of each class of prompts; prompts without a class are left out.
-
-    order: all classes in order; None: sorted by name.
-    """
-    classes: dict[str, list[PromptSums]] = {}
+    """The `COMPARED` numbers of each category; prompts without a category are left out."""
+    categories: dict[str, list[PromptSums]] = {}
     for row in table:
-        if (name := class_of(row)) is not None:
-            classes.setdefault(name, []).append(row)
+        if row.category is not None:
+            categories.setdefault(row.category, []).append(row)
     return {
         name: CategoryNumbers.model_validate(
-            {number.name: measured_or_none(number, classes[name], started) for number in COMPARED}
+            {number.name: measured_or_none(number, rows, started) for number in COMPARED}
         )
-        for name in order or sorted(classes)
-        if name in classes
+        for name, rows in sorted(categories.items())
     }
-
-
-CONTEXTS = {  # classes of prompts by length: the most tokens that a prompt of the class has
-    "below 512 tokens": 511,
-    "512 to 2,048 tokens": 2_048,
-    "2,048 to 8,192 tokens": 8_192,
-    "above 8,192 tokens": math.inf,
-}
-
-
-def context_class(row: PromptSums) -> str | None:
-    """The class of the prompt's length; None if it is not known (a server reports 0)."""
-    tokens = row.prompt_tokens
-    return next(name for name, most in CONTEXTS.items() if tokens <= most) if tokens else None

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
 from eval.decoding.target import weights_sha256
 from eval.measuring import metrics
 from eval.measuring.atlas import build_atlas, telling_prompts
-from eval.measuring.copy_share import COPY_CLASSES, copy_classes, described
+from eval.measuring.copy_share import described
 from eval.measuring.cost import Payoff, StepCosts, payoff
 from eval.measuring.intervals import Both, NothingToMeasure
 from eval.measuring.metrics import PromptSums, measured, prompt_table
@@ -39,7 +38,6 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
     }
     started = {draft.name: draft.started for draft in drafts}
     shown = telling_prompts(drafts[-1].agreement or [])
-    copied = copy_classes(run.answers)
     fields = {
         **run.about,
         "schema": SCHEMA,
@@ -51,8 +49,7 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
         },
         "answers": described(run.answers),
         "drafts": {
-            draft.name: _draft_block(draft, tables[draft.name], run, shown, copied)
-            for draft in drafts
+            draft.name: _draft_block(draft, tables[draft.name], run, shown) for draft in drafts
         },
         "gain": [
             {"draft": draft, "over": over}
@@ -94,12 +91,10 @@ def compared(drafts: Sequence[DraftLog]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _draft_block(
-    log: DraftLog, table: Table, run: RunLog, shown: Sequence[str], copied: Mapping[str, str]
-) -> dict[str, Any]:
+def _draft_block(log: DraftLog, table: Table, run: RunLog, shown: Sequence[str]) -> dict[str, Any]:
     """The fields of a `DraftReport`; a field without data is null and has a reason in `missing`."""
     missing, block = dict(log.missing), dict[str, Any]()
-    for field, number in _numbers(log, table, run, shown, copied).items():
+    for field, number in _numbers(log, table, run, shown).items():
         if field not in missing:
             try:
                 block[field] = number()
@@ -116,15 +111,13 @@ def _draft_block(
 
 
 def _numbers(
-    log: DraftLog, table: Table, run: RunLog, shown: Sequence[str], copied: Mapping[str, str]
+    log: DraftLog, table: Table, run: RunLog, shown: Sequence[str]
 ) -> dict[str, Callable[[], Any]]:
     """A function for each field of a `DraftReport` that is computed.
 
     A new number needs a `Number` in eval/measuring/metrics.py, a field in fields.py, a line here
-    and a row in tables.py. shown: ids of the prompts of the heat map. copied: class of the copy
-    share by prompt id.
+    and a row in tables.py. shown: ids of the prompts of the heat map.
     """
-    by_class = partial(metrics.by_class, table, started=log.started)
     numbers: dict[str, Callable[[], Any]] = {
         "tau": lambda: measured(metrics.MEAN_ACCEPTANCE_LENGTH, table),
         "mean_drafted": lambda: metrics.mean_drafted(table),
@@ -143,9 +136,7 @@ def _numbers(
             baseline=metrics.itl_ms([*log.baseline, *(base for base, _ in log.again)]),
             speculative=metrics.itl_ms([*log.runs, *(run for _, run in log.again)]),
         ),
-        "by_category": lambda: by_class(lambda row: row.category),
-        "by_copy_share": lambda: by_class(lambda row: copied.get(row.id), COPY_CLASSES),
-        "by_context": lambda: by_class(metrics.context_class, metrics.CONTEXTS),
+        "by_category": lambda: metrics.by_category(table, log.started),
     }
     if (agreement := log.agreement) is not None:
         numbers |= {
@@ -171,12 +162,5 @@ def _payoff(log: DraftLog, costs: StepCosts, table: Table) -> Payoff:
         raise NothingToMeasure(
             "break-even is not computed for n-gram drafts: their cost per token is not constant"
         )
-    estimate = payoff(costs, [entry.marginal.mean for entry in metrics.per_position(table)])
-    low, high = measured(metrics.SPEEDUP, table).bounds
-    if low > 1:
-        shown = "pays"
-    elif high >= 1:
-        shown = "inconclusive"
-    else:  # a draft that cannot pay does not
-        shown = "cannot pay" if estimate.verdict == "cannot pay" else "does not pay"
-    return estimate.model_copy(update={"verdict": shown})
+    accepted = [entry.marginal.mean for entry in metrics.per_position(table)]
+    return payoff(costs, accepted, measured(metrics.SPEEDUP, table).bounds)

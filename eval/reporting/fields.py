@@ -191,12 +191,6 @@ class DraftReport(Part):
     lossless: Ledger
     sampled_check: SampledCheck | None = Field(None, description="null: greedy, or not read")
     by_category: dict[str, CategoryNumbers]
-    by_copy_share: dict[str, CategoryNumbers] = Field(
-        default={}, description="by the copied share of the target's output"
-    )
-    by_context: dict[str, CategoryNumbers] = Field(
-        default={}, description="by the length of the prompt"
-    )
     atlas: Atlas | None
     counters: Counters | None = Field(None, description="of a server")
     missing: list[Missing]

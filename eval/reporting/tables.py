@@ -288,15 +288,14 @@ def divergence_table(report: Report) -> Table:
     return _table("Output check", "draft", entries[:DIVERGENCES_SHOWN], DIVERGENCES, note)
 
 
-def _by_class(report: Report, title: str, field: str) -> Table:
-    """The numbers of by_category, by_copy_share or by_context."""
+def _by_category(report: Report) -> Table:
     rows = (
         (f"{category}, {label(name)}", numbers)
         for name in in_order(report)
-        for category, numbers in getattr(report.drafts[name], field).items()
-        if len(getattr(report.drafts[name], field)) > 1  # a single class repeats the main table
+        for category, numbers in report.drafts[name].by_category.items()
+        if len(report.drafts[name].by_category) > 1  # a single one repeats the main table
     )
-    return _table(title, "prompts, draft", rows, CATEGORIES)
+    return _table("By category", "prompts, draft", rows, CATEGORIES)
 
 
 def _held_out(curve: HeldOutCurve) -> Table:
@@ -348,9 +347,7 @@ def missing_lines(report: Report) -> Iterator[str]:
 def details(report: Report) -> list[Table]:
     """The tables after the main ones; tables without rows are left out."""
     every = [
-        _by_class(report, "By category", "by_category"),
-        _by_class(report, "By copied share of the output", "by_copy_share"),
-        _by_class(report, "By prompt length", "by_context"),
+        _by_category(report),
         divergence_table(report),
         _by_draft("Drafts", report, DRAFTS),
         *([] if report.held_out is None else [_held_out(report.held_out)]),

@@ -37,7 +37,6 @@ def evidence(report: Report, note: str) -> str:
         if draft.atlas is not None:
             draft.missing.append(Missing(field="atlas", reason="left out of this file"))
         draft.per_prompt, draft.by_category, draft.atlas = [], {}, None
-        draft.by_copy_share, draft.by_context = {}, {}
     fields = shortened(report.model_dump(mode="json", exclude_defaults=True))
     text = json.dumps({"note": note} | fields, indent=1)
     text = re.sub(r"\[\s+([^][{}\"]+?)\s+\]", lambda numbers: " ".join(numbers[0].split()), text)

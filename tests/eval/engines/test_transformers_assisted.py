@@ -167,7 +167,6 @@ def test_one_report_of_two_drafts(folder, tmp_path):
     assert 1 <= bad.tau.mean < 4
     assert bad.tau.n == bad.speedup.n == 12
     assert bad.by_category["odd"].tau.n == 6
-    assert bad.by_context["below 512 tokens"].tau.n == 12
     assert {draft.lossless.identical for draft in (own, bad)} == {12}
     assert bad.memory == ours.drafts["bad"].memory
     assert bad.alpha is None

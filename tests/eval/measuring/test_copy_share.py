@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from eval.measuring.copy_share import COPY_TOKENS, copied, copy_classes, described
+from eval.measuring.copy_share import COPY_TOKENS, copied, described
 from eval.measuring.runs import TargetOutput
 
 
@@ -44,7 +44,7 @@ def test_a_copy_is_eight_tokens_long():
     assert copied([], [1, 2] * 8).sum(axis=1).tolist() == [0, 14]  # a loop copies itself
 
 
-def test_shares_are_of_all_tokens_and_categories_of_each_answer():
+def test_shares_are_of_all_tokens():
     text, new = list(range(20)), list(range(100, 110))
     copy = TargetOutput("copy", text, text[:10], [])
     fresh = TargetOutput("fresh", text, new * 1, [])
@@ -53,8 +53,3 @@ def test_shares_are_of_all_tokens_and_categories_of_each_answer():
     assert report.copy_share.either.mean == pytest.approx(18 / 60)
     assert report.copy_share.of_prompt.mean == pytest.approx(18 / 60)
     assert report.copy_share.of_answer.mean == 0
-    assert copy_classes([copy, fresh, some]) == {
-        "copy": "above 30% copied",
-        "fresh": "below 10% copied",
-        "some": "10% to 30% copied",
-    }

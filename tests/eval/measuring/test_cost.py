@@ -57,7 +57,7 @@ def test_ceiling_is_the_best_over_the_timed_lengths_only():
 def test_a_draft_as_slow_as_the_target_cannot_pay():
     costs = StepCosts(1.0, 1.0, {1: 1.0, 2: 1.1, 3: 1.2}, 100)
     assert cost.break_even_acceptance_rate(costs) is None
-    assert cost.payoff(costs, [0.9, 0.8]).verdict == "cannot pay"
+    assert cost.payoff(costs, [0.9, 0.8], (0.8, 0.9)).verdict == "cannot pay"
 
 
 def test_a_free_draft_breaks_even_at_once():
@@ -67,14 +67,14 @@ def test_a_free_draft_breaks_even_at_once():
 def test_the_estimate_is_made_from_acceptance_at_each_position():
     """A parallel draft is accepted less and less: its first position says nothing of the others."""
     costs = free_verification(0.1)
-    estimate = cost.payoff(costs, cost.same_at_every_position(0.8, 30))
+    estimate = cost.payoff(costs, cost.same_at_every_position(0.8, 30), (1.1, 2.0))
     assert estimate.best_gamma_speedup == pytest.approx(2.47, abs=0.005)
     assert estimate.break_even_alpha == pytest.approx(0.1)
     assert estimate.ceiling_speedup == pytest.approx(31 / 4)
     assert estimate.verdict == "pays"
-    falling = cost.payoff(costs, [0.8, 0.1, 0.0])
+    falling = cost.payoff(costs, [0.8, 0.1, 0.0], (0.9, 1.1))
     assert (falling.best_gamma, falling.best_gamma_speedup) == (1, pytest.approx(1.8 / 1.1))
-    assert cost.payoff(costs, [0.05, 0.0]).verdict == "does not pay"
+    assert cost.payoff(costs, [0.05, 0.0], (0.8, 0.9)).verdict == "does not pay"
 
 
 def test_a_pass_once_a_draft_counts_once():

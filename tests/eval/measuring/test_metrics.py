@@ -1,6 +1,5 @@
 """Every number by a hand-computed example, and against a slow reference."""
 
-import dataclasses
 import random
 
 import numpy as np
@@ -175,37 +174,19 @@ def test_gains_are_paired_differences():
     assert difference(metrics.SPEEDUP, mine, table([make_run("c")])) is None
 
 
-def test_numbers_by_class():
+def test_numbers_by_category():
     agreements = [
         Agreement("a", "x", 1.0, 2),
         Agreement("b", "y", 1.0, 1),
         Agreement("c", None, 0, 1),
     ]
     runs = [make_run("a", category="x"), make_run("b", (), (), (), category="y")]
-    numbers = metrics.by_class(table(runs, agreements), lambda row: row.category)
+    numbers = metrics.by_category(table(runs, agreements))
     assert list(numbers) == ["x", "y"]
     assert numbers["x"].alpha.mean == 0.5
     assert numbers["x"].tau.mean == 2.0
     assert numbers["y"].tau is None  # its only response is one token long
     assert numbers["y"].speedup.n == 1
-
-
-def test_classes_by_prompt_length():
-    lengths = {"a": 511, "b": 512, "c": 2_048, "d": 2_049, "e": 8_192, "f": 8_193}
-    agreements = [
-        Agreement(name, None, 1.0, 2, prompt_tokens=tokens) for name, tokens in lengths.items()
-    ]
-    agreements.append(Agreement("g", None, 1.0, 2))  # its length is not known
-    runs = [dataclasses.replace(make_run(name), prompt_tokens=lengths[name]) for name in "fb"]
-    runs.append(dataclasses.replace(make_run("h"), prompt_tokens=0))  # a server did not tell
-    numbers = metrics.by_class(table(runs, agreements), metrics.context_class, metrics.CONTEXTS)
-    assert {name: (n.alpha.n, n.speedup and n.speedup.n) for name, n in numbers.items()} == {
-        "below 512 tokens": (1, None),
-        "512 to 2,048 tokens": (2, 1),
-        "2,048 to 8,192 tokens": (2, None),
-        "above 8,192 tokens": (1, 1),
-    }
-    assert list(numbers) == list(metrics.CONTEXTS)  # not by the alphabet
 
 
 # --- against plain loops ----------------------------------------------------------------------
