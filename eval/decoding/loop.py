@@ -82,16 +82,18 @@ def decode(
     prompt_tokens = torch.tensor([ids], device=device)
     *_, logits = in_pieces(target, prompt_tokens, 0, cache, states=states)
     (first,) = choose(logits[:, -1], decoding.sampling, generator).tolist()
-    now = time.perf_counter()
-    run = PromptRun.of(prompt, len(ids), [now - clock], [[first]])
-    on_step(run)
 
-    # 2. The drafter reads the text so far.
+    # 2. The drafter reads the text so far. As in engines, the first token is emitted after that.
     session = None
     if drafter is not None:
         sampling = decoding.draft_sampling
         text = Text([*ids, first], slots, sampling, generator, states, draft_length)
         session = drafter.start(text)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    now = time.perf_counter()
+    run = PromptRun.of(prompt, len(ids), [now - clock], [[first]])
+    on_step(run)
 
     while run.tokens[-1] not in decoding.stops and len(run.tokens) < decoding.max_new_tokens:
         # 3. Draft. Every step emits one token of the target's choice, so one less is drafted.

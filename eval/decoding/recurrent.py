@@ -75,6 +75,15 @@ class StatefulCache(KVCache):
         super().copy_row(row, other, other_row, length)
         self.begun[row] = self.ended[row] = -1
 
+    def after_step(self, start: int, width: int) -> None:
+        """Count as after a step of `width` tokens of whose draft half was rejected, for timing.
+
+        The next forward at `start` then costs what it costs while decoding: without a draft it goes
+        on; after a draft the layers read the accepted tokens again. The states' values are any.
+        """
+        begun = start - (width + 1) // 2
+        self.begun, self.ended = [begun] * self.rows, [begun + width] * self.rows
+
     def go_to(self, layers: Any, starts: list[int]) -> None:
         """Set the states to those of the first `starts` tokens of each row. layers: the model's."""
         for row, start in enumerate(starts):

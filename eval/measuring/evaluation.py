@@ -19,6 +19,7 @@ from align.token_bytes import tokens_of
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.forward import Decoder, HiddenStates
+from eval.decoding.graphs import WIDEST
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target, device_count, tensor_sha256
 from eval.decoding.verification import Sampling
@@ -37,7 +38,7 @@ from eval.measuring.timing import (
     over_stock_generate,
     step_costs,
 )
-from eval.prompts import PromptSet
+from eval.prompts import Prompt, PromptSet
 
 # Shares of the time at which stages end.
 OUTPUTS, COSTS, LENGTHS, ACCEPTANCE, STOCK, TIMED, CHECKED = 0.15, 0.2, 0.35, 0.5, 0.55, 0.95, 1.0
@@ -45,7 +46,7 @@ OUTPUTS, COSTS, LENGTHS, ACCEPTANCE, STOCK, TIMED, CHECKED = 0.15, 0.2, 0.35, 0.
 # because an evaluation has a third of them.
 LATEST = 1.3
 # What stages measure even if the time is over.
-FEWEST_OUTPUTS, FEWEST_ROUNDS, FEWEST_TIMED = 12, 8, 2
+FEWEST_OUTPUTS, FEWEST_ROUNDS, FEWEST_TUNED, FEWEST_TIMED = 12, 8, 4, 2
 PROBED_TOKENS = 256  # tokens of a prompt whose logits identify the models
 
 
@@ -111,7 +112,8 @@ def evaluate(
     # output are not evaluated; a process that continues has the same prompts.
     drawn = evaluation.drawn(len(evaluation.prompts), seed)
     asked = list(zip((prompt.id for prompt in drawn.prompts), drawn.ids, strict=True))
-    first = BATCH if plan.seconds is None else FEWEST_OUTPUTS
+    fewest = reaching(drawn.prompts, FEWEST_OUTPUTS)
+    first = BATCH if plan.seconds is None else fewest
     starts = [0, *range(first, len(asked), BATCH), len(asked)]
     pieces = [dict(asked[start:end]) for start, end in pairwise(starts)]
     outputs = journal.each(
@@ -143,7 +145,8 @@ def evaluate(
     ):
         length, policy = plan.draft_length, "fixed"
         if length is None:
-            enough = until(COSTS + (LENGTHS - COSTS) * number / len(drafters), "")
+            share = COSTS + (LENGTHS - COSTS) * number / len(drafters)
+            enough = until(share, "", FEWEST_TUNED)
             given = target, drafter, tuning, decoding, draft_costs, longest, enough
             length, prompts = journal.once(
                 f"draft length of {name}", partial(fastest_length, *given)
@@ -155,7 +158,7 @@ def evaluate(
         policies.append(policy)
 
     # 4. Acceptance rates, and the baseline compared with transformers' `generate`.
-    enough = until(ACCEPTANCE, "stock generate", FEWEST_OUTPUTS)
+    enough = until(ACCEPTANCE, "stock generate", fewest)
     rates, bits = measure_agreement(target, drafters, drawn, texts, decoding, journal, enough)
     # in the order of the evaluation prompts again
     evaluation = evaluation.of_ids({prompt.id for prompt in drawn.prompts[: len(bits)]})
@@ -182,7 +185,7 @@ def evaluate(
 
     def enough_timed(measured: int) -> bool:
         over, long_over = in_time(measured), latest(measured)
-        return over and (measured >= FEWEST_CLUSTERS or long_over)
+        return over and (measured >= reaching(timed.prompts, FEWEST_CLUSTERS) or long_over)
 
     decoded = decode_in_turns(target, contenders, timed, journal, enough_timed)
     baseline, *runs = decoded[: 1 + len(drafters)]
@@ -229,7 +232,6 @@ def evaluate(
             )
         )
     on_gpu = target.decoder.device.type == "cuda"
-    models: dict[str, Decoder | Drafter] = {"target": target.decoder, **drafters}
     ended = [run.tokens[-1] in decoding.stops for run in baseline]
     run = RunLog(
         about={
@@ -243,7 +245,7 @@ def evaluate(
             ),
             "prompts": prompt_facts(evaluation, chat_template=bool(target.tokenizer.chat_template)),
             "environment": machine,
-            "eager": [name for name, model in models.items() if on_gpu and not model.recorded],
+            "eager": without_graphs(target.decoder, drafters, lengths) if on_gpu else [],
             "provenance": provenance | {"resumed": journal.resumed},
         },
         over_stock_generate=measure("over_stock_generate", stock, metrics.speedup_of),
@@ -255,6 +257,28 @@ def evaluate(
         special=special,
     )
     return run, logs
+
+
+def without_graphs(
+    target: Decoder, drafters: Mapping[str, Drafter], lengths: Sequence[int]
+) -> list[str]:
+    """The names of the models that run without CUDA graphs. lengths: of each draft."""
+    recorded = target.recorded and max(lengths) + 1 <= WIDEST
+    eager = [name for name, drafter in drafters.items() if not drafter.recorded]
+    return eager if recorded else ["target", *eager]
+
+
+def reaching(prompts: Sequence[Prompt], clusters: int) -> int:
+    """The number of prompts, in their order, that reach so many clusters (intervals.py).
+
+    If even all of them do not, this number is `clusters`, because more gain no interval.
+    """
+    seen: set[int | str] = set()
+    for number, prompt in enumerate(prompts):
+        seen.add(number if prompt.group is None else prompt.group)
+        if len(seen) == clusters:
+            return number + 1
+    return clusters
 
 
 def _refuse_evaluated(tuning: PromptSet, evaluation: PromptSet, plan: Plan) -> None:

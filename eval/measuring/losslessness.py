@@ -24,6 +24,7 @@ from eval.decoding.build import build_decoder
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.forward import PIECE, Decoder, in_pieces
+from eval.decoding.graphs import BUCKET
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.target import Target
@@ -131,7 +132,9 @@ class LosslessCheck:
         near: list[tuple[Prompt, list[int], dict[str, Any]]] = []  # to be checked in fp32
         rows = zip(prompts.prompts, prompts.ids, baseline, runs, strict=True)
         for prompt, ids, base, run in rows:
-            refuted = self._refuted(prompt.id, ids, base) or self._refuted(prompt.id, ids, run)
+            refuted = self._refuted(prompt.id, ids, base, ()) or self._refuted(
+                prompt.id, ids, run, drafter.layers
+            )
             if refuted is not None:
                 entries.append(refuted)
                 continue
@@ -166,28 +169,36 @@ class LosslessCheck:
         return {"prompts": len(runs), "divergences": entries}
 
     @torch.inference_mode()
-    def _refuted(self, prompt: str, ids: list[int], run: PromptRun) -> dict[str, Any] | None:
+    def _refuted(
+        self, prompt: str, ids: list[int], run: PromptRun, layers: Sequence[int]
+    ) -> dict[str, Any] | None:
         """The fields of a `Divergence` if recorded forwards compute wrong logits, else None.
 
-        The output is read in one forward that is not recorded, then the last step of each width
-        again by its recorded forward. This is needed because two outputs can be equally wrong.
+        layers: numbers of the hidden states that the forwards of the run returned.
+
+        Of each recording, which has a width and a bucket of slots, the last step is read by a
+        forward that is not recorded, then by the recorded one. This is needed because two outputs
+        can be equally wrong.
         """
         decoder, tokens, key = self.target.decoder, run.tokens, (prompt, *run.tokens, *run.drafted)
         if not decoder.recorded or key in self.refuted:
             return self.refuted.get(key)
         self.refuted[key] = None
         cache = decoder.new_cache(1, len(ids) + len(tokens))
-        expected = teacher_forced_logits(decoder, [*ids, *tokens[:-1]], len(ids), cache=cache)[0]
+        text = torch.tensor([[*ids, *tokens]], device=decoder.device)
+        list(in_pieces(decoder, text[:, :-1], 0, cache))
         firsts = accumulate(run.block_tokens, initial=1)  # each step's first token
         steps = {
-            drafted: first
+            (drafted, (len(ids) + first + drafted - 1) // BUCKET): first
             for drafted, first in zip(run.drafted, firsts, strict=False)
             if first + drafted <= len(tokens)
         }
-        for drafted, first in steps.items():
-            read = torch.tensor([tokens[first - 1 : first + drafted]], device=decoder.device)
-            want = expected[first : first + read.shape[1]]
-            got = decoder.forward(read, len(ids) + first - 1, cache)[0, : len(want)]
+        for (drafted, _), first in sorted(steps.items(), key=lambda step: -step[1]):
+            start = len(ids) + first - 1
+            read = text[:, start : start + drafted + 1]
+            # the latest step first, because a wrong forward may also write wrong keys
+            want = decoder.forward(read, start, cache.unrecorded())[0]
+            got = decoder.forward(read, start, cache, states=dict.fromkeys(layers))[0]
             error = ((got - want).norm(dim=-1) / want.norm(dim=-1)).max()
             if not float(error) < torch.finfo(decoder.dtype).eps ** 0.5:
                 self.refuted[key] = {

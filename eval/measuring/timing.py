@@ -28,7 +28,7 @@ WARM_UP_ROUNDS = 3
 STOCK_PROMPTS = 10  # the fewest prompts that give an interval
 STOCK_TOKENS = 24
 WARM_UP_TOKENS = 8
-TUNING_TOKENS = 128  # the most tokens of an output on which a draft length is chosen
+TUNING_TOKENS = 64  # the most tokens of an output on which a draft length is chosen
 
 
 class Contender(NamedTuple):
@@ -109,7 +109,8 @@ def fastest_length(
 
     The prompts are decoded once with drafts of the `longest` length. With token-by-token
     verification, a shorter draft accepts the same tokens up to its length, so this rule is used
-    here. Block verification accepts as many tokens or more.
+    here. Block verification accepts as many tokens or more. DFlash is an exception: slots of a
+    block see each other, so a shorter block drafts other tokens.
     """
     decoding = dataclasses.replace(
         decoding, rule="token", max_new_tokens=min(decoding.max_new_tokens, TUNING_TOKENS)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eval.decoding.forward import Decoder, HiddenStates, KVCache
+from eval.decoding.recurrent import StatefulCache
 from eval.decoding.verification import Sampling, argmax, sample, warp
 
 # (depth from 0, head entry [1] of the token drafted before; None at depth 0) -> logits [1, K]
@@ -225,8 +226,17 @@ def timed_step(
     sampling: Sampling,
     cut: Callable[[Tensor], Tensor] = lambda logits: logits,
 ) -> Callable[[], None]:
-    """A step for timing: a forward of `width` tokens at a position, and the choice of a token."""
+    """A step for timing: a forward of `width` tokens at a position, and the choice of a token.
+
+    With linear attention it includes the rollback of a draft of which half was rejected.
+    """
     # different tokens, because in a mixture of experts each token may read other experts
     numbers = torch.arange(width, device=decoder.device)[None]
     tokens = (1 + 997 * numbers) % len(decoder.embedding)
-    return timed_choice(lambda: cut(decoder.forward(tokens, position, cache)), sampling)
+
+    def logits() -> Tensor:
+        if isinstance(cache, StatefulCache):
+            cache.after_step(position, width)
+        return cut(decoder.forward(tokens, position, cache))
+
+    return timed_choice(logits, sampling)

@@ -69,7 +69,8 @@ class PardSession(TokenSession):
 
     def __init__(self, drafter: PardDrafter, text: Text) -> None:
         super().__init__(drafter, text)
-        self.read_ahead()
+        if self.in_cache == 0:
+            self.read_ahead()
 
     def drafts(self, count: int) -> Logits:
         """The logits of all drafted tokens, from one forward of the new tokens and the masks."""

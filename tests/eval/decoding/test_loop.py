@@ -36,7 +36,7 @@ def target(tiny, forwards):
 def test_a_text_ends_at_a_drafted_token_or_at_the_targets_own(accepted, stop, emitted, drafted):
     run = PromptRun.of(PROMPT, 4, [0.1], [[1]])
     given = run, [5, 6, 7], accepted, 9, 20, 3
-    assert _emit(*given, frozenset({stop})) == emitted
+    assert _emit(*given, frozenset({-1, stop, 99})) == emitted
     assert run.tokens == [1, *emitted]
     assert (run.drafted, run.block_tokens) == ([drafted], [len(emitted)])
     assert run.accepted == [min(accepted, drafted)]

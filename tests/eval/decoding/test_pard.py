@@ -5,7 +5,9 @@ import copy
 import torch
 
 from distill.drafters.pard import give_mask, with_mask_row
+from eval.decoding import forward
 from eval.decoding.build import build_decoder
+from eval.decoding.drafters import causal_lm
 from eval.decoding.drafters.drafter import Text
 from eval.decoding.drafters.pard import PardDrafter
 from eval.decoding.verification import Sampling
@@ -33,6 +35,28 @@ def reference(model, text, count):
     whole = with_mask_row(model)
     with torch.no_grad():
         return whole(torch.tensor([[*text, *[MASK] * (count - 1)]])).logits[0, len(text) - 1 :]
+
+
+def test_a_long_prompt_is_read_once(tiny, forwards, monkeypatch):
+    for module in (causal_lm, forward):
+        monkeypatch.setattr(module, "PIECE", 4)
+    drafter, read = drafter_of(masked(tiny)), []
+    original = drafter.decoder.forward
+    monkeypatch.setattr(
+        drafter.decoder,
+        "forward",
+        lambda tokens, start, *rest, **how: (
+            read.extend(range(start, start + tokens.shape[1]))
+            or original(tokens, start, *rest, **how)
+        ),
+    )
+    for length in (3, 11):
+        read.clear()
+        session = drafter.start(
+            Text([*range(length)], 80, Sampling(), torch.Generator(), {}, GAMMA)
+        )
+        session.propose(3)
+        assert read == [*range(length + 2)]  # two masks behind the text
 
 
 def test_it_proposes_what_a_plain_pass_over_text_and_masks_says(tiny, forwards):

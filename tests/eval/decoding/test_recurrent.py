@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eval.decoding.build import build_decoder
+from eval.decoding.drafters.drafter import timed_step
 from eval.decoding.drafters.lookup import prompt_lookup
 from eval.decoding.drafters.mtp import FORMAT
 from eval.decoding.generation import Kept, generate_batched
@@ -100,6 +101,16 @@ def test_a_row_forgets_the_states_of_its_former_prompt(target):
     for output in generate_batched(target.decoder, prompts.tolist(), one, 1, [0, 0], kept):
         ((logits,),) = output.captured
         torch.testing.assert_close(logits, want[output.index], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("width", "again"), [(1, {}), (2, {1: 1}), (5, {3: 1})])
+def test_a_timed_step_reads_again_what_a_half_accepted_draft_costs(target, read, width, again):
+    cache = target.decoder.new_cache(1, 40)
+    step = timed_step(target.decoder, cache, width, 20, Sampling())
+    for _ in range(3):
+        read.clear()
+        step()
+        assert read == again
 
 
 def test_a_token_costs_the_keys_of_full_attention_only(target):

@@ -11,7 +11,7 @@ from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring import evaluation
-from eval.measuring.evaluation import Plan, _begin, evaluate
+from eval.measuring.evaluation import Plan, _begin, evaluate, without_graphs
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.build import build_report
 
@@ -107,8 +107,9 @@ def evaluated(key, letters, journal, clock):
     """Evaluates so many prompts in so many seconds; the report."""
     target = dataclasses.replace(key.target, tokenizer=letters(VOCAB))
 
-    def make(drafter, count, seconds, tuning=None, how=HOW, timed=None):
-        prompts = [Prompt(str(i), prompt="x") for i in range(count)]
+    def make(drafter, count, seconds, tuning=None, how=HOW, timed=None, groups=None):
+        names = [str(i % groups) if groups else None for i in range(count)]
+        prompts = [Prompt(str(i), prompt="x", group=name) for i, name in enumerate(names)]
         shown = PromptSet("made up", prompts, [[i, 3, i] for i in range(count)])
         plan = Plan(None if tuning else 2, 3, timed or count, seconds)
         relation = {"relation": "identical", "strategy": "direct", "coverage": 1.0}
@@ -121,7 +122,7 @@ def evaluated(key, letters, journal, clock):
 
 @pytest.mark.parametrize(
     ("seconds", "lengths", "answered", "timed"),
-    [(None, 8, 40, 40), (120.0, 8, 28, 22), (50.0, 2, 12, 10), (40.0, 1, 12, 8), (0.0, 1, 12, 2)],
+    [(None, 8, 40, 40), (120.0, 8, 28, 22), (50.0, 4, 12, 10), (40.0, 4, 12, 7), (0.0, 4, 12, 2)],
 )
 def test_all_stages_keep_the_time(
     key, drafter, evaluated, clock, monkeypatch, seconds, lengths, answered, timed
@@ -137,6 +138,26 @@ def test_all_stages_keep_the_time(
     assert draft.sampled_check.prompts == timed
     assert draft.lossless.identical == timed  # compared greedily, though tokens were sampled
     assert not seconds or clock.now <= 1.35 * seconds + 3
+
+
+@pytest.mark.parametrize(("groups", "answered", "clusters"), [(20, 15, 10), (3, 12, 3)])
+def test_the_time_is_kept_by_groups_which_are_the_samples_of_intervals(
+    key, drafter, evaluated, monkeypatch, groups, answered, clusters
+):
+    monkeypatch.setattr(evaluation, "BATCH", 4)
+    report = evaluated(drafter(key.target.decoder, VOCAB), 40, 55.0, groups=groups)
+    draft = report.drafts["draft"]
+    assert draft.alpha.n == report.prompts.n == answered
+    assert draft.alpha.clusters >= draft.speedup.clusters == clusters
+    assert (draft.speedup.ci95 is None) == (clusters < 10)
+
+
+def test_the_target_runs_without_graphs_if_it_verifies_too_many_tokens():
+    """Drafts of 16 tokens are verified by forwards of 17."""
+    recorded, eager = SimpleNamespace(recorded=True), SimpleNamespace(recorded=False)
+    assert without_graphs(recorded, {"a": recorded, "b": eager}, [15, 3]) == ["b"]
+    assert without_graphs(recorded, {"a": recorded, "b": eager}, [16, 3]) == ["target", "b"]
+    assert without_graphs(eager, {"a": recorded}, [3]) == ["target"]
 
 
 def test_an_interrupted_evaluation_goes_on_with_its_prompts(key, drafter, evaluated, monkeypatch):
