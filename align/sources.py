@@ -59,9 +59,10 @@ _GPT2_RULES = (
 ).split()
 _SHA256 = re.compile("[0-9a-f]{64}")
 _SETTLED = 2 * 10**9  # ns; a file may change again within the resolution of its times
-_CONVERTED = "bf16-4"  # ends the name of a GGUF file's checkpoint in the cache
+_CONVERTED = "bf16-5"  # ends the name of a GGUF file's checkpoint in the cache
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+_OF_WEIGHTS = {"compressed-tensors": "config_groups", "modelopt": "quant_algo"}  # else empty
 _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "BOOL")  # of weights, ids and masks
 _LLAMA3_ROPE = {  # the same in all released models
     "rope_type": "llama3",
@@ -70,7 +71,10 @@ _LLAMA3_ROPE = {  # the same in all released models
     "original_max_position_embeddings": 8192,
 }
 # Some repositories hold the same weights several times, in folders or in one consolidated file.
-_NOT_FROM_HUB = ("*/*", "consolidated*", "training_args.json", "trainer_state.json")
+# The only folder that is needed is additional_chat_templates.
+_NOT_FROM_HUB = (
+    "[!a]*/* a[!d]*/* ad[!d]*/* */*/* consolidated* training_args.json trainer_state.json"
+).split()
 
 
 class SourceError(UserError):
@@ -174,7 +178,8 @@ def load_config(spec: str) -> PreTrainedConfig:
             "model that transformers knows."
         ) from error
     config.return_dict = True  # models of transformers themselves read fields of their outputs
-    if getattr(config, "quantization_config", None) == {}:  # transformers takes it for a method
+    declared = getattr(config, "quantization_config", None)
+    if isinstance(declared, dict) and not _declared(declared):  # transformers would need a method
         del config.quantization_config
     return config
 
@@ -251,9 +256,11 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the Rust tokenizers raise Exception itself for a broken file
+        reason = _one_line(error)
+        if (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file():
+            reason = "a tokenizer.model alone needs `pip install sentencepiece protobuf`"
         raise SourceError(
-            f"The tokenizer of {spec!r} cannot be read ({_one_line(error)}); restore its files "
-            f"in {folder}."
+            f"The tokenizer of {spec!r} cannot be read ({reason}); restore its files in {folder}."
         ) from error
 
 
@@ -468,7 +475,8 @@ def _converted(spec: str, file: Path) -> Path:
                 tokenizer = AutoTokenizer.from_pretrained(alone, **where)
             _refuse_incomplete(spec, loaded)
             _restore_ends(model, tokenizer, reader)
-            if lost := _splitting_lost(tokenizer, reader) or _restore_rope(model, reader):
+            lost = _splitting_lost(tokenizer, reader) or _tokens_lost(tokenizer, reader)
+            if lost := lost or _restore_rope(model, reader):
                 raise SourceError(
                     f"{spec!r} has {lost}, and transformers' GGUF reader drops this; use the "
                     "safetensors checkpoint instead."
@@ -508,13 +516,30 @@ def _restore_ends(model: Any, tokenizer: Any, reader: GGUFReader) -> None:
 
 
 def _splitting_lost(tokenizer: PreTrainedTokenizerBase, reader: GGUFReader) -> str | None:
-    """The rule by which the file's tokenizer splits texts, if GPT-2's was taken instead."""
+    """The file's rule of splitting texts, or of the space before them, if another was taken."""
+    prefix = reader.fields.get("tokenizer.ggml.add_space_prefix")
+    if prefix is not None and not prefix.contents() and tokenizer.tokenize("a")[0][0] == "▁":
+        return "no space before a text (add_space_prefix false)"
     rule = reader.fields.get("tokenizer.ggml.pre")
     backend: Any = json.loads(tokenizer.backend_tokenizer.to_str())
     as_gpt2 = (backend["pre_tokenizer"] or {}).get("use_regex")
     if rule is None or not as_gpt2 or rule.contents() in _GPT2_RULES:
         return None
     return f"the splitting rule {rule.contents()!r}"
+
+
+def _tokens_lost(tokenizer: PreTrainedTokenizerBase, reader: GGUFReader) -> str | None:
+    """A control or user-defined token of the file that its own text does not become."""
+    from gguf import TokenType
+
+    names, kinds = (
+        reader.fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type")
+    )
+    for token, (name, kind) in enumerate(zip(names, kinds, strict=True)):
+        whole = kind in (TokenType.CONTROL, TokenType.USER_DEFINED)
+        if whole and tokenizer.encode(name, add_special_tokens=False) != [token]:
+            return f"the token {name!r}"
+    return None
 
 
 def _restore_rope(model: PreTrainedModel, reader: GGUFReader) -> str | None:
@@ -602,7 +627,7 @@ def _from_hub(spec: str, patterns: tuple[str, ...], revision: str | None = None)
                 spec,
                 revision=revision,
                 allow_patterns=list(patterns),
-                ignore_patterns=list(_NOT_FROM_HUB),
+                ignore_patterns=_NOT_FROM_HUB,
                 etag_timeout=10,
             )
         )
@@ -663,8 +688,7 @@ def quantisation(folder: Path) -> str:
 
     The config may declare it; transformers ignores the scales of weights that it does not declare.
     """
-    how = read_json(folder / "config.json").get("quantization_config")
-    found = str(how.get("quant_method", how) if isinstance(how, dict) else how) if how else ""
+    found = _declared(read_json(folder / "config.json").get("quantization_config"))
     for path in [] if found else filter(Path.is_file, weight_files(folder)):
         with opened_weights(path, "numpy") as file:
             for name in file.keys():  # noqa: SIM118
@@ -673,6 +697,15 @@ def quantisation(folder: Path) -> str:
                 if is_matrix and part.get_dtype() not in _PLAIN_DTYPES:
                     found = f"{name} is of type {part.get_dtype()}"
     return found
+
+
+def _declared(quantization: Any) -> str:
+    """How a config says that weights are quantised; "" if they are not: the KV cache may be."""
+    if not isinstance(quantization, dict) or not quantization:
+        return str(quantization or "")
+    method = str(quantization.get("quant_method", quantization))
+    key = _OF_WEIGHTS.get(method)
+    return "" if key in quantization and not quantization[key] else method
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from gguf import GGUFReader, GGUFWriter
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -24,6 +25,7 @@ from align.sources import (
     load_config,
     load_model,
     load_tokenizer,
+    quantisation,
     resolve_checkpoint,
     resolve_file,
     resolve_folder_in_wheel,
@@ -238,6 +240,28 @@ def test_a_files_hash_is_kept_until_the_file_is_another_one(tmp_path, monkeypatc
     assert (file_sha256(path), reads) == (blob.name, [])
 
 
+def test_one_folder_comes_from_the_hub(checkpoint, monkeypatch):
+    kept = set()
+    files = (
+        "config.json",
+        "additional_chat_templates/rag.jinja",
+        *("onnx/config.json", "adapter/model.safetensors", "an/old/config.json"),
+        *("additional_chat_templates/old/rag.jinja", "consolidated.safetensors"),
+    )
+
+    def snapshot_download(repo_id, allow_patterns, ignore_patterns, **options):
+        kept.update(
+            filter_repo_objects(
+                files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+            )
+        )
+        return str(checkpoint)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    resolve_checkpoint("org/folders")
+    assert kept == {"config.json", "additional_chat_templates/rag.jinja"}
+
+
 def edit_config(folder, **keys):
     config = json.loads((folder / "config.json").read_text()) | keys
     (folder / "config.json").write_text(json.dumps(config))
@@ -318,6 +342,13 @@ def test_an_ill_formed_tokenizer(checkpoint):
         load_tokenizer(str(checkpoint))
 
 
+def test_a_sentencepiece_file_needs_two_packages(checkpoint):
+    (checkpoint / "tokenizer.json").unlink()
+    (checkpoint / "tokenizer.model").write_bytes(b"\n\x0e")
+    with pytest.raises(SourceError, match="sentencepiece protobuf"):
+        load_tokenizer(str(checkpoint))
+
+
 def test_what_needs_no_weights_is_read_without(checkpoint):
     pickled(checkpoint)
     quantised(checkpoint)
@@ -335,6 +366,16 @@ def test_what_is_not_refused(checkpoint):
     assert model(torch.tensor([[1]])).logits.isfinite().all()
     edit_config(checkpoint, auto_map={"AutoModelForCausalLM": "m.Evil"})
     resolve_checkpoint(str(checkpoint))  # transformers has the model without that code
+    for declared in (
+        {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"a": 8}},
+        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+    ):
+        edit_config(checkpoint, quantization_config=declared)  # of the KV cache alone
+        assert quantisation(checkpoint) == ""
+        load_model(str(checkpoint), torch.float32)
+    for declared in ({"quant_method": "compressed-tensors", "config_groups": {"a": {}}}, {"a": 4}):
+        edit_config(checkpoint, quantization_config=declared)
+        assert quantisation(checkpoint)
     quantised(checkpoint)  # for the kernels of an engine
     assert resolve_checkpoint(str(checkpoint), quantised=True) == checkpoint
 
@@ -465,6 +506,34 @@ def test_a_gguf_that_would_not_be_read_whole_is_refused(
     with pytest.raises(SourceError, match=said):
         resolve_checkpoint(str(make_gguf()))
     assert not cached_entries()
+
+
+def test_a_gguf_whose_control_tokens_are_lost_is_refused(make_gguf):
+    """transformers' reader writes names in the byte alphabet, so that texts never become them."""
+    tokenizer = load_tokenizer(str(make_gguf(None, "<|user|>")))
+    assert tokenizer.encode("<|user|>", add_special_tokens=False) == [420]
+    with pytest.raises(SourceError, match="User"):
+        load_tokenizer(str(make_gguf(None, "<｜User｜>")))
+
+
+@pytest.mark.parametrize("space", [True, False])
+def test_a_gguf_without_a_space_before_a_text_is_refused(make_gguf, monkeypatch, space):
+    """A SentencePiece file; transformers' reader always puts one there."""
+
+    def model(writer, _):
+        writer.add_string("tokenizer.ggml.model", "llama")
+        writer.add_bool("tokenizer.ggml.add_space_prefix", space)
+
+    monkeypatch.setattr(GGUFWriter, "add_tokenizer_model", model)
+    monkeypatch.setattr(
+        GGUFWriter, "add_token_merges", lambda w, merges: w.add_token_scores([0.0] * 421)
+    )
+    path = str(make_gguf(None, "▁"))
+    if space:
+        assert load_tokenizer(path).tokenize("a")[0] == "▁"
+    else:
+        with pytest.raises(SourceError, match="add_space_prefix"):
+            load_tokenizer(path)
 
 
 def test_gguf_in_a_wheel(gguf, make_wheel):
