@@ -48,7 +48,7 @@ class Vocabulary:
     backend: dict[str, Any]
     tokens: list[Token | None]
     special_ids: dict[str, int | None]
-    all_stops: set[int]
+    all_stops: frozenset[int]
     chat_template: str | None
     config: dict[str, Any]
     head_bias: bool
@@ -169,11 +169,8 @@ def _parse(spec: str, folder: Path) -> Vocabulary:
     tokens = backend_tokens(backend)
     top = read_json(folder / "config.json")
     config = top.get("text_config") or top
-    path = folder / "generation_config.json"
-    generation = read_json(path) if path.is_file() else {}
     special_ids = {name: getattr(tokenizer, f"{name}_id") for name in SPECIAL_NAMES}
-    end = config.get("eos_token_id", top.get("eos_token_id"))
-    stops = stop_ids(special_ids["eos_token"], end, generation.get("eos_token_id"))
+    stops = stop_tokens(folder, tokenizer)
     template: Any = tokenizer.chat_template
     if isinstance(template, dict):  # several by name: prompts use the default one
         template = template.get("default")
@@ -194,7 +191,15 @@ def _parse(spec: str, folder: Path) -> Vocabulary:
     return vocabulary
 
 
-def stop_ids(*named: int | list[int] | None) -> set[int]:
-    """All ids that end a text, from what tokenizer, config and generation config name."""
+def stop_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """All ids that end a text, from the tokenizer and the files of a checkpoint.
+
+    A loaded config is not asked, because its class has a default (2 for Llama) where the file has
+    no eos_token_id.
+    """
+    top, path = read_json(folder / "config.json"), folder / "generation_config.json"
+    end = (top.get("text_config") or top).get("eos_token_id", top.get("eos_token_id"))
+    generation = read_json(path) if path.is_file() else {}
+    named = tokenizer.eos_token_id, end, generation.get("eos_token_id")
     lists = (ids if isinstance(ids, list) else [ids] for ids in named if ids is not None)
-    return {index(i) for ids in lists for i in ids}
+    return frozenset(index(i) for ids in lists for i in ids)

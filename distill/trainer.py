@@ -385,8 +385,10 @@ def training_config(recipe: Recipe, followed: bool = False, width: int = WIDTH) 
         for tracker in get_reporting_integration_callbacks(config.report_to):
             tracker()
     except (ValueError, TypeError, ImportError, RuntimeError) as error:
+        gpu = recipe.training.get("use_cpu", False) or torch.accelerator.is_available()
+        reason = str(error) if gpu else f"torch finds no GPU here: {error}"
         raise RecipeError(
-            f"transformers refuses the recipe ({error}); correct or remove the key that it names."
+            f"transformers refuses the recipe ({reason}); correct or remove the key that it names."
         ) from error
     if not (config.bf16 or config.fp16):  # not the one of `accelerate config`, which is for all
         config.mixed_precision = "no"

@@ -49,11 +49,13 @@ from align.sources import (
     load_model,
     load_tokenizer,
     read_json,
+    resolve_checkpoint,
 )
+from align.vocabulary import stop_tokens
 from eval.decoding.build import build_decoder, longest_context
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
-from eval.decoding.target import Target, load_target, stop_tokens
+from eval.decoding.target import Target, load_target
 from eval.decoding.verification import SampleMethod, Sampling
 from eval.engines.comparison import Task
 from eval.engines.engine_server import EngineServer, Servers
@@ -437,7 +439,7 @@ def _measure_in_engine(args: argparse.Namespace, journal: Journal) -> Report:
         return measure_started(engine, args.target, drafts, args.gamma, task, own)
     dtype = getattr(torch, args.dtype)
     model = load_model(args.target, dtype, args.device)
-    decoding = decoding_of(args, stop_tokens(model, tokenizer))
+    decoding = decoding_of(args, stop_tokens(resolve_checkpoint(args.target), tokenizer))
     loaded = load_drafts(args.target, model, drafts, dtype)
     return measure_assisted(
         args.target,

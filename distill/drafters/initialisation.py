@@ -43,14 +43,18 @@ def least_squares(pieces: Iterable[tuple[Tensor, Tensor]], ridge: float = RIDGE)
     pieces: x [N, I] and y [N, O] each, at least one. ridge: relative to the mean diagonal of the
     inputs' products.
     """
-    gram = cross = torch.zeros(1, 1, dtype=torch.float64)
+    gram: Any = None  # [I, I]: 6 GB for 27,648 inputs, so it is changed in place
     for x, y in pieces:
         # summed on the device of x: copying I x I values takes longer than their product
-        gram = gram.to(x.device) + x.T @ x
-        cross = cross.to(x.device) + x.T @ y.to(x.device)
-    gram, cross = gram.cpu(), cross.cpu()
-    scaled = ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
-    return torch.linalg.solve(gram + scaled, cross).T.float()
+        products, with_y = x.T @ x, x.T @ y.to(x.device)
+        if gram is None:
+            gram, cross = products.double(), with_y.double()
+        else:
+            gram, cross = gram.add_(products), cross.add_(with_y)
+    gram = gram.cpu()
+    gram.diagonal().add_(ridge * gram.diagonal().mean())
+    # not by Cholesky, which raises where fp32 sums have made an eigenvalue negative
+    return torch.linalg.solve(gram, cross.cpu()).T.float()
 
 
 def shape_of(target: PreTrainedConfig) -> dict[str, Any]:
@@ -77,7 +81,11 @@ def usual_sizes(origin: Origin) -> Tensor:
     """The root mean square of each layer's states in the texts [L]; ones without texts."""
     if origin.states is None:
         return torch.ones(len(origin.layers))
-    return torch.cat(list(map(origin.states, origin.texts))).float().pow(2).mean((0, 2)).sqrt()
+    squares, count = torch.zeros(len(origin.layers), dtype=torch.float64), 0
+    for states in map(origin.states, origin.texts):  # one text at a time is in memory
+        squares += states.float().pow(2).sum((0, 2))
+        count += states[:, 0].numel()
+    return (squares / count).sqrt().float()
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from align.files import remove
-from align.sources import opened_weights
+from align.sources import load_config, opened_weights
 from distill.drafters.kind import TargetEnds
 from distill.models import Pair, target_device, target_ends
 from distill.recipe import Recipe
@@ -42,15 +42,16 @@ CONNECTOR = Path(__file__).with_name("vllm_connector.py")
 def state_reader(
     recipe: Recipe, pair: Pair, target: AnsweringTarget, load: Callable[[], Target]
 ) -> Iterator[StateReader]:
-    """What computes states, and the base draft's weights: a vLLM and the target's checkpoint with
-    `answers: vllm`, else the loaded target.
+    """What computes states, and the base draft's weights: a vLLM and the target's checkpoint if a
+    vLLM of the run generates the outputs, else the loaded target.
 
     The vLLM is started if states are missing, and ends with the block.
     """
-    if recipe.answers != "vllm" or not recipe.kind.served_states:
+    config = load_config(recipe.target)
+    nested = config.get_text_config() is not config  # not read by `target_ends`
+    if not isinstance(target, StartedVllm) or not recipe.kind.served_states or nested:
         yield LocalStates(load)
         return
-    assert isinstance(target, StartedVllm)
     dtype, device = getattr(torch, recipe.dtype), target_device(recipe).replace("auto", "cuda")
     ends = functools.cache(lambda: target_ends(pair, dtype, device))
     layers = tuple(sorted({*pair.layers, *pair.fit_layers}))

@@ -1,4 +1,4 @@
-"""Loads the target. Functions for the stop tokens, bytes and hashes of any model."""
+"""Loads the target. Functions for the bytes and hashes of any model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from align.sources import file_sha256, load_model, load_tokenizer, weight_files
-from align.vocabulary import stop_ids
+from align.sources import (
+    file_sha256,
+    load_model,
+    load_tokenizer,
+    resolve_checkpoint,
+    weight_files,
+)
+from align.vocabulary import stop_tokens
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters import LOOKUP_FIRST
 from eval.decoding.forward import Decoder
@@ -43,14 +49,8 @@ def load_target(spec: str, dtype: torch.dtype, device: str, context_length: int)
     """
     model, tokenizer = load_model(spec, dtype, device), load_tokenizer(spec)
     decoder = build_decoder(model, context_length)
-    return Target(spec, model, tokenizer, decoder, stop_tokens(model, tokenizer))
-
-
-def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """All ids that end a text, from the tokenizer, the config and the generation config."""
-    generation = model.generation_config
-    ends = tokenizer.eos_token_id, model.config.get_text_config().eos_token_id
-    return frozenset(stop_ids(*ends, generation.eos_token_id if generation is not None else None))
+    stops = stop_tokens(resolve_checkpoint(spec), tokenizer)
+    return Target(spec, model, tokenizer, decoder, stops)
 
 
 def tensor_sha256(tensor: Tensor) -> str:

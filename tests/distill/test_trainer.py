@@ -266,6 +266,16 @@ def test_an_optimiser_that_is_not_there_is_refused_first(tmp_path, optim):
         training_config(recipe_in(tmp_path, optim=optim))
 
 
+def test_a_recipe_for_a_gpu_that_is_not_there_names_the_cause(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    keys = {"use_cpu": False, "bf16": True, "optim": "adamv_torch"}
+    with pytest.raises(RecipeError, match="torch finds no GPU here"):
+        training_config(recipe_in(tmp_path, **keys))
+    with pytest.raises(RecipeError) as refusal:
+        training_config(recipe_in(tmp_path, **keys | {"use_cpu": True}))
+    assert "GPU here" not in str(refusal.value)
+
+
 @pytest.mark.parametrize("gpus", [0, 1, 8])
 def test_one_process_trains_on_one_gpu(tmp_path, monkeypatch, gpus):
     # transformers would wrap the model in DataParallel, and multiply the batch

@@ -15,14 +15,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlavaConfig
 
 import eval.run
 from align.errors import UserError
 from align.sources import SourceError, read_json
 from distill.models import check_models, target_ends
+from distill.prompt_sets import collect_prompts
 from distill.teacher import served_states, started_vllm
 from distill.teacher.answers import USED
-from distill.teacher.served_states import extracted
+from distill.teacher.served_states import extracted, state_reader
+from distill.teacher.started_vllm import answering_target
 from distill.teacher.states import LocalStates, states_of
 from distill.teacher.store import Answers, Store, name_of
 from distill.train import run
@@ -216,6 +219,21 @@ def test_a_model_within_another_is_refused(job, tmp_path, quantised, started):
     with pytest.raises(UserError, match="llava"):
         run(job(tmp_path / "run", **SHORT, target=str(made), drafter="eagle3"))
     assert not started
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_states_are_read_where_the_outputs_are_generated(
+    job, folder, tmp_path, monkeypatch, nested
+):
+    """`answers: auto` picks a vLLM on a GPU."""
+    monkeypatch.setattr("distill.teacher.started_vllm.who_answers", lambda *_: ("vllm", "a GPU"))
+    recipe = job(tmp_path / "run", draft=None, target=str(folder / "roomy"), drafter="eagle3")
+    pair = check_models(recipe)
+    target = answering_target(recipe, pair, collect_prompts(recipe, pair.target), None)
+    if nested:
+        monkeypatch.setattr(served_states, "load_config", lambda spec: LlavaConfig())
+    with state_reader(recipe, pair, target, None) as reader:
+        assert reader.by == ("local" if nested else "vllm")
 
 
 def test_states_in_the_store_are_not_read_again(job, folder, tmp_path, started, monkeypatch):

@@ -1,6 +1,8 @@
 """What ends a text, and the hash by which weights are known."""
 
 import hashlib
+import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -9,28 +11,40 @@ from safetensors.torch import save_file
 
 from align.errors import UserError
 from align.sources import SourceError
+from align.vocabulary import read_vocabulary, stop_tokens
 from eval.decoding.drafters.compact import read_token_ids, weights_of
-from eval.decoding.target import stop_tokens, weights_sha256
-
-
-@pytest.fixture
-def stops(tiny):
-    """What ends a text of a model with such configurations, under a tokenizer that ends in 0."""
-
-    def of(config, generation):
-        model = tiny(0)
-        model.config.eos_token_id, model.generation_config.eos_token_id = config, generation
-        return stop_tokens(model, SimpleNamespace(eos_token_id=0))
-
-    return of
+from eval.decoding.target import load_target, weights_sha256
 
 
 @pytest.mark.parametrize(
     ("config", "generation", "expected"),
-    [(None, None, {0}), (7, None, {0, 7}), ([7, 8], [8, 9], {0, 7, 8, 9}), (0, [5, 6], {0, 5, 6})],
+    [
+        ({}, None, {0}),  # a Llama's class has 2
+        ({"eos_token_id": None}, {}, {0}),
+        ({"eos_token_id": 7}, {"eos_token_id": None}, {0, 7}),
+        ({"eos_token_id": [7, 8]}, {"eos_token_id": [8, 9]}, {0, 7, 8, 9}),
+        ({"text_config": {"eos_token_id": 5}, "eos_token_id": 6}, None, {0, 5}),
+        ({"text_config": {"hidden_size": 8}, "eos_token_id": 6}, None, {0, 6}),
+    ],
 )
-def test_every_end_of_text_is_known(stops, config, generation, expected):
-    assert stops(config, generation) == expected
+def test_every_end_of_text_is_known_from_the_files(tmp_path, config, generation, expected):
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert stop_tokens(tmp_path, SimpleNamespace(eos_token_id=0)) == expected
+
+
+def test_a_target_ends_its_outputs_where_align_check_says(folder, tmp_path):
+    shutil.copytree(folder / "target", tmp_path / "target")
+    for name in ("config.json", "generation_config.json"):
+        path = tmp_path / "target" / name
+        about = json.loads(path.read_text())
+        about.pop("eos_token_id")
+        path.write_text(json.dumps(about))
+    target = load_target(str(tmp_path / "target"), torch.float32, "cpu", 64)
+    ends = read_vocabulary(str(tmp_path / "target")).all_stops
+    assert target.stops == ends == {target.tokenizer.eos_token_id}
+    assert target.model.config.eos_token_id not in ends  # the default of its class
 
 
 def test_the_hash_of_weights_covers_every_file(tmp_path):
