@@ -403,7 +403,7 @@ def test_one_configuration_is_recommended_for_all_loads(by_load):
     """Mutants: the best draft of each load; the highest mean; loads that are left out."""
     drafts = {
         "mine": {1: (1.5, 2.0), 2: (1.28, 1.7), 4: (0.8, 1.0)},
-        "suffix": {1: (1.1, 1.4), 2: (1.29, 1.5), 4: (0.9, 1.2)},
+        "suffix": {1: (1.6, 1.9), 2: (1.6, 1.9), 4: (0.9, 1.2)},  # no schedule switches it off
         "surest": {1: (1.2, 1.4), 2: (1.2, 1.4), 4: (0.9, 1.2)},
     }
     report = by_load(drafts)
@@ -428,6 +428,18 @@ def test_one_configuration_is_recommended_for_all_loads(by_load):
         assert shown.index("By load") < shown.index("Results")  # before one at a time alone
     report.drafts["mine"].serve = []  # a running server
     assert "num_speculative_tokens_per_batch_size" in top(report).serve
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {1: (1.5, 1.9), 8: (1.1, 1.4)},  # its bounds are higher in the mean
+        {1: (1.9, 2.5), 8: (0.8, 0.9)},  # switched off at 8
+    ],
+)
+def test_the_worst_bound_over_the_loads_decides(by_load, other):
+    report = by_load({"other": other, "mine": {1: (1.3, 1.5), 8: (1.2, 1.3)}})
+    assert served(report) == {1: "mine", 8: "mine"}
 
 
 def test_a_schedule_may_shorten_the_draft(by_load):
