@@ -1,7 +1,7 @@
 """Training, tuning and evaluation prompts of a run, which do not overlap.
 
 A spec is what `eval.prompts.load_prompts` reads, or one of two builders that come with draftsmith:
-`embedded:stdlib-functions` (the running interpreter's standard library) and
+`embedded:stdlib-functions` (Python's standard library) and
 `embedded:licence-clauses` (the licence texts in the wheel `licensedcode-data`, CC-BY-4.0). A run
 reads its sources once and keeps the prompts in its folder, where every later start finds them.
 """
