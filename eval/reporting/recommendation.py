@@ -72,7 +72,10 @@ def recommended(report: Report, among: Collection[str] | None = None) -> Recomme
         if configuration.served
     ]
     best = max(found, key=sureness, default=None)
-    ngram = max((each for each in found if _is_ngram(report, each)), key=sureness, default=None)
+    ngrams = [
+        each for each in found if report.drafts[next(iter(each.served.values()))].path == LOOKUP
+    ]
+    ngram = max(ngrams, key=sureness, default=None)
     return best if best is None or ngram is None or _beats(report, best, ngram) else ngram
 
 
@@ -147,10 +150,6 @@ def _length(schedule: Schedule, load: Load, draft: DraftReport) -> int:
 def _bound(report: Report, name: str, load: Load) -> float:
     """The lower bound of the speed-up."""
     return report.drafts[name].speedup_by_load[load].bounds[0]
-
-
-def _is_ngram(report: Report, configuration: Recommendation) -> bool:
-    return any(report.drafts[name].path == LOOKUP for name in configuration.served.values())
 
 
 def _beats(report: Report, best: Recommendation, ngram: Recommendation) -> bool:

@@ -137,8 +137,7 @@ def verdict(report: Report) -> str:
     if draft is ngram:
         alone = "; no draft is shown to be faster than this" if len(report.drafts) > 1 else ""
     if report.engine != REFERENCE:
-        later = first_token(draft, ONE_AT_A_TIME)
-        later = f" First token: {later}." if later else ""
+        later = "".join(f" First token: {change}." for change in first_tokens(draft).values())
         return (
             f"{start}Serve {shown} for one request at a time: {times(draft.speedup)}, measured in "
             f"{engine}{alone}.{later} Several at a time were not measured; add --concurrency 4,8."
@@ -165,10 +164,9 @@ def _by_load(report: Report, found: Recommendation) -> str:
         text += f" Its schedule switches it off {at_loads(dict.fromkeys(found.off))}."
     if found.slow:
         text += f" Not {at_loads(dict.fromkeys(found.slow))}, where it is not shown to be faster."
-    for title, change in (("First token", first_token), ("Good requests/s", good_requests)):
-        changes = {load: change(draft, load) for load, draft in drafts.items()}
-        if any(changes.values()):
-            text += f" {title}: {at_loads({at: each for at, each in changes.items() if each})}."
+    for title, changes in (("First token", first_tokens), ("Good requests/s", good_requests)):
+        changed = {at: change for at, draft in drafts.items() if (change := changes(draft).get(at))}
+        text += f" {title}: {at_loads(changed)}." if changed else ""
     return text
 
 
@@ -183,23 +181,29 @@ def at_loads(texts: Mapping[Load, str | None]) -> str:
     return ", ".join(parts)
 
 
-def first_token(draft: DraftReport, load: Load) -> str:
-    """The time to the first token with the draft, if it is clearly longer at the load, else ""."""
-    alone, with_draft = draft.ttft_ms.baseline.mean, draft.ttft_ms.speculative.mean
-    for point in draft.by_load if load != ONE_AT_A_TIME else ():
-        if point.load == load and point.ttft_ms:
-            alone, with_draft = point.ttft_ms.baseline.p50, point.ttft_ms.speculative.p50
-    return f"{with_draft:,.0f} ms instead of {alone:,.0f}" if with_draft > LATER * alone else ""
+def first_tokens(draft: DraftReport) -> dict[Load, str]:
+    """The times to the first token at the loads at which it comes clearly later with the draft."""
+    times_ms = {
+        point.load: (point.ttft_ms.baseline.p50, point.ttft_ms.speculative.p50)
+        for point in draft.by_load
+        if point.ttft_ms
+    }
+    alone = {ONE_AT_A_TIME: (draft.ttft_ms.baseline.mean, draft.ttft_ms.speculative.mean)}
+    return {
+        load: f"{with_draft:,.0f} ms instead of {without:,.0f}"
+        for load, (without, with_draft) in (alone | times_ms | alone).items()
+        if with_draft > LATER * without
+    }
 
 
-def good_requests(draft: DraftReport, load: Load) -> str:
-    """The good requests per second with the draft and without it; "" if no limits were given."""
-    goods = [point.goodput for point in draft.by_load if point.load == load]
-    return "".join(
-        f"{good.requests_per_s.speculative:.2f} instead of {good.requests_per_s.baseline:.2f}"
-        for good in goods
-        if good
-    )
+def good_requests(draft: DraftReport) -> dict[Load, str]:
+    """The good requests per second at the loads, if limits were given."""
+    return {
+        point.load: f"{good.speculative:.2f} instead of {good.baseline:.2f}"
+        for point in draft.by_load
+        if point.goodput
+        for good in [point.goodput.requests_per_s]
+    }
 
 
 def _with_length(report: Report, name: str) -> str:

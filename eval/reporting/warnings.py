@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from eval.decoding.drafters import LOOKUP
 from eval.reporting.fields import DraftReport, Report
-from eval.reporting.verdict import at_loads, first_token, good_requests, label, times
+from eval.reporting.verdict import at_loads, first_tokens, good_requests, label, times
 
 FEW_DRAFTS = 300
 COPIED_MUCH = 0.5  # share of tokens copied from the output itself; such outputs mostly loop
@@ -117,12 +117,12 @@ def _about_draft(draft: DraftReport) -> Iterator[tuple[str, str]]:
         yield "slower", f"it slows the target down, to {at_loads(slower)}."
     elif draft.speedup.ci95 and draft.speedup.bounds[0] <= 1:
         yield "no-effect", "the interval of the speed-up contains 1x, so no effect is shown."
-    if later := {at: text for at in speedups if (text := first_token(draft, at))}:
+    if later := first_tokens(draft):
         yield "first-token-later", f"the first token comes later: {at_loads(later)}."
     lost = [point.load for point in draft.by_load if point.goodput and point.goodput.lost]
     if lost:
-        fewer = at_loads({load: good_requests(draft, load) for load in lost})
-        yield "fewer-good", f"fewer requests per second are within the limits: {fewer}."
+        fewer = {load: text for load, text in good_requests(draft).items() if load in lost}
+        yield "fewer-good", f"fewer requests/s are within the limits: {at_loads(fewer)}."
     efficiency = draft.decode_efficiency
     if efficiency and efficiency.mean < USUAL_EFFICIENCY[0]:
         yield (

@@ -25,6 +25,7 @@ from eval.reporting.tables import details, divergence_table, load_table, result_
 from eval.reporting.text import print_summary, render_markdown
 from eval.reporting.verdict import in_order, top, verdict
 from eval.reporting.warnings import find_warnings
+from tests.benchmarks.evidence import evidence
 from tests.conftest import assert_golden
 
 MISMATCH = {"prompt": "3", "position": 7, "target": "a", "drafted": "b", "tie": False}
@@ -161,6 +162,15 @@ def test_written_and_read_again(sample_report, data, read, tmp_path):
     assert written["headline"] == verdict(sample_report)
     data["forecast"] = {"alpha": 0.7}  # of a newer writer
     assert read(data) == sample_report
+
+
+def test_evidence_of_a_report_is_read_as_a_report(sample_report, tmp_path):
+    """Mutant: null fields and lists are left out."""
+    (tmp_path / "short.json").write_text(evidence(sample_report.model_copy(deep=True), "a note"))
+    short = read_report(tmp_path / "short.json")
+    assert verdict(short) == verdict(sample_report)
+    assert short.drafts["tuned"].lossless == sample_report.drafts["tuned"].lossless
+    assert (short.drafts["tuned"].per_prompt, short.drafts["tuned"].atlas) == ([], None)
 
 
 def test_absent_and_cut_off_reports_are_refused(data, tmp_path):
