@@ -8,7 +8,6 @@ Legend: V the target's vocabulary.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -28,13 +27,11 @@ from eval.decoding.graphs import BUCKET
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.target import Target
-from eval.measuring.agreement import target_texts
 from eval.measuring.journal import Enough, Journal, all_of_them
 from eval.measuring.output_check import divergence
 from eval.prompts import Prompt, PromptSet
 
 WIDEST_TIE = {torch.bfloat16: 1.0, torch.float16: 0.25, torch.float32: 0.01}  # logits (nats)
-TIES_AT_ONCE = 8  # prompts whose fp32 outputs are generated together
 DIVERGES_IN_FP32: dict[str, Any] = {"tie": False, "why": "the outputs diverge in fp32, too"}
 NOT_IN_FP32 = {"why": "not compared in fp32: the memory is too small for a copy of the target"}
 
@@ -156,14 +153,14 @@ class LosslessCheck:
         for number, (prompt, ids, entry) in enumerate(
             tqdm(near, desc="check ties in fp32", unit="prompt")
         ):
-            if number % TIES_AT_ONCE == 0:
-                if number and enough(number):
-                    left_out = [later for *_, later in near[number:]]
-                    entries = [entry for entry in entries if entry not in left_out]
-                    return {"prompts": len(runs) - len(left_out), "divergences": entries}
-                at_once = near[number : number + TIES_AT_ONCE]
-                self._generate_exactly({prompt.id: ids for prompt, ids, _ in at_once})
-            exact = decode(self.exact, drafter, prompt, ids, self.decoding, draft_length)
+            if number and enough(number):
+                left_out = [later for *_, later in near[number:]]
+                entries = [entry for entry in entries if entry not in left_out]
+                return {"prompts": len(runs) - len(left_out), "divergences": entries}
+            row = prompt, ids, self.decoding
+            if prompt.id not in self.exact_outputs:
+                self.exact_outputs[prompt.id] = decode(self.exact, None, *row).tokens
+            exact = decode(self.exact, drafter, *row, draft_length)
             if exact.tokens != self.exact_outputs[prompt.id]:
                 entry |= DIVERGES_IN_FP32
         return {"prompts": len(runs), "divergences": entries}
@@ -233,11 +230,3 @@ class LosslessCheck:
             tokens = torch.tensor([read], device=decoder.device)
             logits = decoder.forward(tokens, len(ids) + first - 1, cache)
         return logits[0, position - first].float()
-
-    def _generate_exactly(self, ids: dict[str, list[int]]) -> None:
-        """Generate the target's fp32 outputs of those prompts that have none yet."""
-        unknown = {prompt: ids[prompt] for prompt in ids if prompt not in self.exact_outputs}
-        if unknown:
-            exact = dataclasses.replace(self.target, decoder=self.exact)
-            outputs = target_texts(exact, unknown, self.decoding)
-            self.exact_outputs |= zip(unknown, outputs, strict=True)

@@ -20,7 +20,7 @@ from eval.decoding.drafters.drafter import (
     no_draft,
     timed_step,
 )
-from eval.decoding.forward import PIECE, Decoder, HiddenStates, KVCache, in_pieces
+from eval.decoding.forward import PIECE, Decoder, HiddenStates, in_pieces
 from eval.decoding.verification import Sampling
 
 
@@ -80,14 +80,13 @@ def teacher_forced_logits(
     ids: Sequence[int],
     prompt_length: int,
     states: HiddenStates | None = None,
-    cache: KVCache | None = None,
 ) -> Tensor:
     """Logits [1, R, V] after the prompt and after each later token of `ids`.
 
-    states: as in Decoder.forward, at all of the ids. cache: gets the keys and values of the ids.
+    states: as in Decoder.forward, at all of the ids.
     """
     tokens = torch.tensor([ids], device=decoder.device)
-    cache = cache or decoder.new_cache(1, len(ids))
+    cache = decoder.new_cache(1, len(ids))
     prompt = dict.fromkeys(states or ())
     *_, logits = in_pieces(decoder, tokens[:, :prompt_length], 0, cache, states=prompt)
     if len(ids) > prompt_length:

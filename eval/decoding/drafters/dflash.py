@@ -272,7 +272,7 @@ class DFlashDecoder(FusedDecoder):
 
 @dataclass(kw_only=True)
 class DFlashDrafter(HeadDrafter):
-    """The acceptance rate is that of blocks of the longest draft."""
+    """The acceptance rate is that of blocks as trained; runs have vLLM's (`DFlashSession`)."""
 
     decoder: DFlashDecoder
     most: int
@@ -318,7 +318,8 @@ class DFlashDrafter(HeadDrafter):
 
 class DFlashSession(Session):
     """`newest`: the newest token [1]. `known`: the number of tokens before it, whose context is in
-    the cache. All blocks of a text are equally long, as an engine's are.
+    the cache. A block has the anchor and the draft length, as in vLLM, whose proposer queries
+    1 + num_speculative_tokens; z-lab's code runs blocks as trained.
     """
 
     def __init__(self, drafter: DFlashDrafter, text: Text) -> None:

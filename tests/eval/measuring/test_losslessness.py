@@ -121,8 +121,7 @@ def test_near_ties_are_checked_by_a_copy_that_computes_in_fp32(tiny, family):
     assert model.dtype == target.decoder.dtype == torch.bfloat16
 
 
-def test_ties_that_time_does_not_check_are_left_out(target, own, monkeypatch):
-    monkeypatch.setattr(losslessness, "TIES_AT_ONCE", 1)
+def test_ties_that_time_does_not_check_are_left_out(target, own):
     tied = dataclasses.replace(target, decoder=Duplicated(target.decoder, 1e-3))
     base = baselines(tied)
     runs = [dataclasses.replace(changed(run, 5), drafted=[1] * 19) for run in base]
