@@ -69,12 +69,9 @@ class Load(NamedTuple):
     concurrency: int
 
     def __str__(self) -> str:
-        return f"{self.rate or self.concurrency:g} {self.unit}"
-
-    @property
-    def unit(self) -> str:
-        """The load without its number."""
-        return "requests/s" if self.rate else f"request{'s' * (self.concurrency > 1)} at a time"
+        if self.rate:
+            return f"{self.rate:g} requests/s"
+        return f"{self.concurrency} request{'s' * (self.concurrency > 1)} at a time"
 
 
 ONE_AT_A_TIME = Load(0, 1)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from align.errors import abridged
@@ -125,7 +126,7 @@ def verdict(report: Report) -> str:
                 f"{start}No verdict: {most} prompts (or groups) in {engine} are too few for an "
                 "interval."
             )
-        at = f" {at_loads(dict.fromkeys(loads))}" if loads[1:] else ""
+        at = f" {together(loads)}" if loads[1:] else ""
         return f"{start}No draft is shown to be faster than the target alone{at} in {engine}."
     if loads[1:]:
         return f"{start}{_by_load(report, found)} Higher loads: not measured. Measured in {engine}."
@@ -161,23 +162,31 @@ def _by_load(report: Report, found: Recommendation) -> str:
     }
     text = f"Serve {shown}: {at_loads(speedups)}."
     if found.off:
-        text += f" Its schedule switches it off {at_loads(dict.fromkeys(found.off))}."
+        text += f" Its schedule switches it off {together(found.off)}."
     if found.slow:
-        text += f" Not {at_loads(dict.fromkeys(found.slow))}, where it is not shown to be faster."
+        text += f" Not {together(found.slow)}, where it is not shown to be faster."
     for title, changes in (("First token", first_tokens), ("Good requests/s", good_requests)):
         changed = {at: change for at, draft in drafts.items() if (change := changes(draft).get(at))}
         text += f" {title}: {at_loads(changed)}." if changed else ""
     return text
 
 
-def at_loads(texts: Mapping[Load, str | None]) -> str:
+def together(loads: Iterable[Load]) -> str:
+    """The loads, as `at 1, 4 requests at a time, 2 requests/s`."""
+    parts = []
+    for _, alike in groupby(loads, lambda load: load.rate > 0):
+        *others, last = alike
+        parts += [*(f"{load.rate or load.concurrency:g}" for load in others), str(last)]
+    return f"at {', '.join(parts)}"
+
+
+def at_loads(texts: Mapping[Load, str]) -> str:
     """The texts with their loads, as `1.7x at 1 request at a time, 1.4x at 4`."""
-    parts, unit = list[str](), ""
+    parts, rate = list[str](), None
     for load, text in texts.items():
-        same = unit and load.unit.endswith(unit)
-        shown = f"{load.rate or load.concurrency:g}" if same else load
-        parts.append(f"{text or ''} at {shown}".strip())
-        unit = "requests/s" if load.rate else "at a time"
+        same = rate is not None and rate == (load.rate > 0)
+        parts.append(f"{text} at {f'{load.rate or load.concurrency:g}' if same else load}")
+        rate = load.rate > 0
     return ", ".join(parts)
 
 
@@ -290,7 +299,7 @@ def _setting(report: Report) -> str:
         f"{target}{f' (GGUF {quantised})' if quantised else ''}, {report.dtype}",
         hardware,
         machine.date[:16].replace("T", " ") + " UTC",
-        at_loads(dict.fromkeys(loads)) if loads[1:] else "batch 1",
+        together(loads) if loads[1:] else "batch 1",
         f"temperature {report.decoding.temperature:g}",
         f"{report.prompts.n} prompts, {report.last[1].speedup.n} timed",
     ]

@@ -144,7 +144,7 @@ def _few_drafts(report: Report) -> Iterator[ReportWarning]:
         counted = draft.counters.num_drafts if draft.counters else FEW_DRAFTS
         drafts = draft.per_position[0].drafts if draft.per_position else counted
         if drafts < FEW_DRAFTS:
-            few.append(f"{label(name)} {drafts}")
+            few.append(f"{drafts} ({label(name)})")
     if few:
         text = f"Acceptance is measured on fewer than {FEW_DRAFTS} drafts: {', '.join(few)}."
         yield ReportWarning("few-drafts", text)
