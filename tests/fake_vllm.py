@@ -130,7 +130,8 @@ class _Handler(BaseHTTPRequestHandler):
         if server.location is not None:
             self.reply("", 302, [("Location", server.location + self.path)])
         elif server.key is not None and brought != f"Bearer {server.key}":
-            self.reply("x" * server.padding + f"Unauthorized: {brought}", 401)
+            key = (brought or "").removeprefix("Bearer ")
+            self.reply("x" * server.padding + f"Unauthorized: {key}", 401)
         elif server.notice is not None:
             self.reply(server.notice)
         else:

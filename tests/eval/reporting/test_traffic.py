@@ -180,6 +180,25 @@ def test_drafts_that_end_an_output_are_a_range(run_info, measurement, longest, m
     assert compare(promised, counted_acceptance(counts, promised))[2].moved
 
 
+@pytest.mark.parametrize(
+    ("behind_end", "traffic", "moved", "as_measured", "lacking"),
+    [
+        (0.05, 0.54, False, True, 0),
+        (0.05, 0.47, False, True, 0),
+        (0.3, 0.6, False, False, math.inf),  # within the range, which shows nothing
+        (0.3, 0.44, True, False, 0),
+        (0.3, 0.86, True, False, 0),
+    ],
+)
+def test_a_range_is_as_measured_only_if_both_ends_are_near(
+    behind_end, traffic, moved, as_measured, lacking
+):
+    report = [Estimate(0.5, 0.006, 100, 8000, behind_end)]
+    differences = compare(report, [Estimate(traffic, 0.006, 100, 8000)])
+    assert (differences[0].moved, differences[0].as_measured) == (moved, as_measured)
+    assert drafts_lacking(differences) == lacking
+
+
 def test_positions_that_no_draft_reached_are_never_accepted(run_info, measurement):
     """All outputs ended before: the draft length is the report's, not the longest draft's."""
     runs = short_outputs(1)
