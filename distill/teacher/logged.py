@@ -115,11 +115,11 @@ class Log:
         self, answer: CachedAnswer, comparison: Comparison, place: int
     ) -> bool:
         """Whether the text from this place may begin with another token than the text's own."""
-        tokens, ids = self.target.tokens, answer.response_ids[place : place + AHEAD].tolist()
-        text = b"".join(token[1] for token in map(tokens.__getitem__, ids) if token is not None)
+        ids = answer.response_ids[place : place + AHEAD].tolist()
+        text = self.target.bytes_of(ids)
         likely = answer.top_ids[place, :-1][comparison.q[place] > PLAUSIBLE].tolist()
-        others = (tokens[i] for i in likely if i != ids[0])
-        return any(token is not None and token[1] and text.startswith(token[1]) for token in others)
+        others = (self.target.bytes_of([i]) for i in likely if i != ids[0])
+        return any(token and text.startswith(token) for token in others)
 
 
 class Comparison(NamedTuple):
