@@ -1,13 +1,16 @@
 """From logged traffic to a better draft: train, compare with the served draft, publish if faster.
 
     python -m distill.adapt outputs/code --traffic logs        train on new rows, publish if faster
+    python -m distill.adapt outputs/code --traffic logs --check         read rows and gate, and stop
     python -m distill.adapt outputs/code --rollback            serve the earlier draft again
+    python -m distill.adapt outputs/code --resume              publish again after a rollback
     python -m distill.adapt outputs/code --delete              delete rows, reports and drafts
 
 Serve `outputs/code/adapt/current`, a link to the published draft (docs/serving.md). Exit status: 0
 published; 1 refused, because the new draft is faster on new traffic and has a fault; 2 for bad
 input and for a step that failed; 3 nothing to gain: no gain is shown, there are too few new rows,
-or another job runs; 130 interrupted. `current` is unchanged unless the status is 0.
+a rollback holds the draft, or another job runs; 130 interrupted. `current` is unchanged unless the
+status is 0.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+import json
 import math
 import os
 import re
@@ -27,11 +31,13 @@ import shutil
 import signal
 import threading
 import time
+import traceback
 from _thread import interrupt_main
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
+from typing import Any
 
 from filelock import FileLock, Timeout
 from scipy.special import stdtrit
@@ -61,13 +67,13 @@ from eval.decoding.drafters.formats import published_format
 from eval.decoding.target import weights_sha256
 from eval.measuring.journal import INTERRUPTED
 from eval.prompts import load_prompts
-from eval.reporting.fields import REFERENCE, Report, read_report
+from eval.reporting.fields import ONE_AT_A_TIME, REFERENCE, Load, Report, read_report
 from eval.reporting.files import write_report
 from eval.reporting.traffic import Estimate
 
 PUBLISHED, REFUSED, FAILED, NOTHING = range(4)  # exit statuses
 VERDICTS = ("published", "refused", "failed", "nothing to gain")
-HOME = "adapt"  # the loop's folder in a run's folder
+HOME, STATE = "adapt", "state.json"  # the loop's folder in a run's folder, and its state
 FIRST = "run"  # name of the run's own draft
 # Share of calls that may publish a draft that is not faster: 1 in 100 series of 20 weekly calls
 FALSE_PUBLICATIONS = 0.01 / 20
@@ -77,6 +83,17 @@ SERVER_START = 0.05
 CONTINUED = 1 / 3  # factor on the learning rate of a draft that continues (docs/lab-notes.md)
 EVALUATED = 200  # most new prompts on which acceptance is measured, unless the recipe has a number
 WATCHED_EVERY = 5.0  # seconds between two measurements of the disk space
+# Recipe keys that go over from the run; the others are about its data, its length or its base draft
+KEPT = """
+    target target_hub_id name domain minutes chat_template_kwargs max_prompt_length max_eval_prompts
+    device_map answer_url answer_model answer_max_new_tokens answer_batch_size cache_top_k loss
+    held_out_prompts early_stopping_patience teacher_temperature ttt_steps activation_checkpointing
+    use_peft lora_r lora_alpha temperature top_k top_p max_new_tokens gamma max_gamma speed_prompts
+    tuning_prompts dtype per_device_train_batch_size gradient_accumulation_steps ddp_timeout seed
+    data_seed dataloader_num_workers learning_rate weight_decay max_grad_norm num_train_epochs
+    logging_steps save_steps save_total_limit save_strategy adam_epsilon adam_beta1 adam_beta2 optim
+    lr_scheduler_type use_cpu bf16 fp16 tf32 disable_tqdm logging_first_step report_to
+""".split()
 
 
 @contextmanager
@@ -188,28 +205,55 @@ def judged(recent: Sequence[Report], earlier: Report | None, margin: float) -> t
     for report, prompts in (*on_recent, (earlier, "the earlier prompts")):
         if gain.draft in report.broken:
             return REFUSED, f"the new draft changes the target's outputs on {prompts}."
-    served = earlier.drafts[earlier.gain[0].over].speedup.mean
+        for load, loss in losses(report).items():
+            if loss > margin and (load != ONE_AT_A_TIME or report is earlier):
+                return REFUSED, (
+                    f"on {prompts}, with {load}, the new draft may lose {loss:.0%} of the served "
+                    f"draft's speed-up, more than --margin {margin:g} allows ({shown})."
+                )
     change = earlier.gain[0].speedup
-    loss = start(earlier) - change.bounds[0]
-    if loss > margin * served:
-        return REFUSED, (
-            f"on the earlier prompts the new draft may lose {loss / served:.0%} of the served "
-            f"draft's speed-up, more than --margin {margin:g} allows ({shown})."
-        )
     slower = "" if new.bounds[0] > 1 else " There no draft is shown to be faster than none."
     return PUBLISHED, f"{shown}; on the earlier prompts {change:+.2f}.{slower}"
 
 
+def losses(report: Report) -> dict[Load, float]:
+    """The share of the served draft's speed-up that the new one may lose, at most, by load.
+
+    One request at a time is compared prompt by prompt. At other loads the two intervals are added
+    as if they were independent, which is too wide, because the requests are the same.
+    """
+    gain = report.gain[0]
+    new, served = (report.drafts[name].speedup_by_load for name in (gain.draft, gain.over))
+    most = {
+        load: served[load].mean
+        - new[load].mean
+        + math.hypot(
+            new[load].mean - new[load].bounds[0], served[load].bounds[1] - served[load].mean
+        )
+        for load in new
+    }
+    most[ONE_AT_A_TIME] = -gain.speedup.bounds[0]
+    return {load: (start(report) + loss) / served[load].mean for load, loss in most.items()}
+
+
 @dataclass
 class State:
-    """What the loop must know at its next call. Times are Unix times.
+    """What the loop must know at its next call.
 
-    until: of the newest row that a finished call has tested on. trained: of the newest row that a
-    draft was trained on, by the draft's name.
+    until: Unix time of the newest row that a finished call has tested on. trained: digests of the
+    rows that a draft was trained on, by the draft's name. held: a rollback holds the served draft.
     """
 
     until: float = 0.0
-    trained: dict[str, float] = field(default_factory=dict)
+    trained: dict[str, list[str]] = field(default_factory=dict)
+    held: bool = False
+
+    @classmethod
+    def read(cls, home: Path) -> State:
+        return cls(**read_json(home / STATE)) if (home / STATE).exists() else cls()
+
+    def write(self, home: Path) -> None:
+        write_json(home / STATE, asdict(self))
 
 
 def when(seconds: float) -> str:
@@ -246,26 +290,34 @@ def tidy(home: Path, oldest: float) -> None:
         remove(path)
 
 
-def adapt(args: argparse.Namespace) -> int:
-    """One call of the loop; the caller holds the lock. Returns an exit status."""
+def adapt(args: argparse.Namespace, about: dict[str, Any]) -> tuple[int, str]:
+    """One call of the loop; the caller holds the lock. Returns an exit status and its reason.
+
+    about: gets the counts of rows and the name of the served draft.
+    """
     home, now = args.run / HOME, time.time()
     served = served_draft(args.run)
+    about["served"] = served.name
     tidy(home, now - DAY * args.days)
-    path = home / "state.json"
-    state = State(**read_json(path)) if path.exists() else State()
+    state = State.read(home)
     if state.until > now:
         raise UserError(
-            f"{path} has rows of {when(state.until)}, but the clock of this machine shows "
+            f"{home / STATE} has rows of {when(state.until)}, but the clock of this machine shows "
             f"{when(now)}. Correct the clock; if the file's time is wrong, delete the file."
         )
-    rows = select(args, state, served.name, now)
-    if rows.lacking:
-        print(f"{VERDICTS[NOTHING]}: {rows.lacking}")
-        return NOTHING
+    if state.held:
+        return NOTHING, "--rollback holds the served draft; --resume lets others be published."
     work, name = home / "work", when(now)
     try:
         with write_errors_explained(home), disk_cap(home, args.disk_gib):
-            recipe = training_recipe(args, served, rows, work)
+            recipe = training_recipe(args, served, work)
+            refuse_gate(args, recipe, served)
+            rows = select(args, state, served.name, now, about)
+            if rows.lacking or args.check:
+                return NOTHING, rows.lacking or "--check ends before the training."
+            write_rows(work / "train.jsonl", rows.train)
+            write_rows(work / "test.jsonl", rows.test)
+            recipe = replace(recipe, max_train_prompts=len(rows.train))
             # texts of users stay in this folder: none is stored in the cache that all runs share
             (recipe.folder / TEACHER).mkdir(parents=True)
             train.run(recipe, measured=not args.gate, summary=False)
@@ -275,66 +327,99 @@ def adapt(args: argparse.Namespace) -> int:
         remove(work)
     state.until = rows.newest
     if status == PUBLISHED:
-        state.trained[name] = rows.trained
-    write_json(path, asdict(state))  # before the links: no row is tested on again after a kill
+        of_served = {served.name: state.trained.get(served.name, [])}  # for a rollback
+        state.trained = of_served | {name: rows.trained}
+        about["served"] = name
+    state.write(home)  # before the links: no row is tested on again after a kill
     if status == PUBLISHED:
         atomic_link(home / "previous", os.readlink(home / "current"))
         atomic_link(home / "current", f"drafts/{name}")
     if reports.exists():  # the drafts were compared
         print(f"Reports: {reports}")
-    print(f"{VERDICTS[status]}: {reason}")
-    return status
+    return status, reason
 
 
-def select(args: argparse.Namespace, state: State, served: str, now: float) -> Split:
+def select(
+    args: argparse.Namespace, state: State, served: str, now: float, about: dict[str, Any]
+) -> Split:
     """The rows of this call. The rows of the last days are kept in `rows.jsonl`."""
     path = args.run / HOME / "rows.jsonl"
-    rows = stored_rows(path)
-    last = rows[0]["time"] if rows else 0.0
-    rows += [row for row in read_traffic(args.traffic) if row["time"] > last]
+    rows, left_out = read_traffic(args.traffic)
     evaluated = load_prompts(str(args.run / "prompts" / "eval.jsonl"))
     limit = read_yaml(args.run / "recipe.yaml")["max_train_prompts"]
-    kept = usable(rows, evaluated, now, args.days, args.redact, limit)
-    write_rows(path, kept)
-    trained = state.trained.get(served, 0.0)
+    rows += stored_rows(path)
+    kept = usable(rows, evaluated, now, args.days, args.redact, limit, left_out)
+    if not args.check:
+        write_rows(path, kept)
+    about |= {"rows": len(kept), "left_out": +left_out.counts}
+    about["newest_row"] = kept[0]["time"] if kept else None
+    trained = state.trained.get(served, [])
     return split(kept, rows_of(args.run), state.until, trained, args.old_share)
 
 
-def training_recipe(args: argparse.Namespace, served: Path, rows: Split, work: Path) -> Recipe:
-    """The recipe of the run in `work` that continues from the served draft on the rows."""
-    values = read_yaml(args.run / "recipe.yaml")
-    if values["draft"] is None:  # the run's learning rate was for new weights
-        rate = values.get("learning_rate")
+def training_recipe(args: argparse.Namespace, served: Path, work: Path) -> Recipe:
+    """The recipe of the run in `work` that continues from the served draft."""
+    run = read_yaml(args.run / "recipe.yaml")
+    values = {key: run[key] for key in KEPT if key in run}
+    if run["draft"] is None:  # the run's learning rate was for new weights
+        rate = run.get("learning_rate")
         if rate is None:
-            width = load_config(values["target"]).get_text_config().hidden_size
-            rate = usual_rate(build_recipe(values), width)
+            width = load_config(run["target"]).get_text_config().hidden_size
+            rate = usual_rate(build_recipe(run), width)
         values["learning_rate"] = CONTINUED * rate
-    if values.get("dtype") == "bfloat16":
+    if run.get("dtype") == "bfloat16":
         values.pop("dtype")  # this machine's CPU may be slow in it (`usual_dtype`)
-    write_rows(work / "train.jsonl", rows.train)
-    write_rows(work / "test.jsonl", rows.test)
     values |= {
         "output_dir": str(work / "run"),
         "draft": str(served),
-        "drafter": None,
-        "draft_vocab_size": None,
-        "strategy": "auto",
         "answers": "logged",
-        "answers_per_prompt": 1,
-        "answer_temperature": values["temperature"],  # of rows without one
-        "train_on_prompts": False,
+        "answer_temperature": run["temperature"],  # of rows without one
         "warmup_steps": 0.1,  # share of the steps, which are few
         "train_prompts": str(work / "train.jsonl"),
         "eval_prompts": str(work / "test.jsonl"),
-        "max_train_prompts": len(rows.train),
-        "max_eval_prompts": values["max_eval_prompts"] or EVALUATED,
+        "max_eval_prompts": run["max_eval_prompts"] or EVALUATED,
         "long_prompts": "drop",
     }
+    work.mkdir()
     path = work / "recipe.yaml"
     path.write_text(yaml_text(values), encoding="utf-8")
     recipe = load_recipe(["--recipe", str(path), *args.train])
     refuse_uncomputed(recipe, served, bool(args.gate))
     return recipe
+
+
+def refuse_gate(args: argparse.Namespace, recipe: Recipe, served: Path) -> None:
+    """Raise UserError for options of --gate that fail, or judge something else, after training."""
+    options = gate_options(args, recipe, args.run, served, served)
+    try:
+        gate = evaluation.parse([*options, "--output_dir", str(args.run / HOME / "reports")])
+    except SystemExit:
+        raise UserError("eval.run does not take these options of --gate; see above.") from None
+    if gate.engine in evaluation.SERVED:
+        evaluation.SERVED[gate.engine].program()
+    refused = {
+        "gamma": len(gate.gamma) > 1,
+        "draft": len(gate.draft) > 2,
+        "base_url": gate.served,
+        "fail_under_alpha": gate.fail_under_alpha is not None,
+        "fail_under_speedup": gate.fail_under_speedup is not None,
+    }
+    if wrong := [f"--{option}" for option, clashes in refused.items() if clashes]:
+        raise UserError(
+            f"--gate has {', '.join(wrong)}, but it compares two drafts at one draft length, in "
+            "engines that are started here; leave these options out, or give one --gamma."
+        )
+
+
+def gate_options(
+    args: argparse.Namespace, recipe: Recipe, run: Path, served: Path, new: Path
+) -> list[str]:
+    """The options of eval.run for the settings of a run, to compare the new draft."""
+    options = ["--run", str(run), "--draft", f"untuned={served}", "--draft", f"tuned={new}"]
+    options += ["--speed_prompts", str(recipe.speed_prompts)]
+    if recipe.gamma is not None:
+        options += ["--gamma", str(recipe.gamma)]
+    return [*options, *args.gate]
 
 
 def refuse_uncomputed(recipe: Recipe, served: Path, in_engine: bool) -> None:
@@ -373,22 +458,22 @@ def gated(
     run = recipe.folder
     if weights_sha256(str(served)) in draft_weights(run):
         return NOTHING, "training did not improve the draft on held-out prompts."
-    drafts = ["--draft", f"untuned={served}", "--draft", f"tuned={run / 'draft'}"]
-    options = ["--run", str(run), *drafts, "--speed_prompts", str(recipe.speed_prompts)]
-    if recipe.gamma is not None:
-        options += ["--gamma", str(recipe.gamma)]
+    options = gate_options(args, recipe, run, served, run / "draft")
     if args.gate:
-        recent = {"recent": measured([*options, *args.gate], reports / "recent")}
+        recent = {"recent": measured(options, reports / "recent")}
         if undecided(recent["recent"]):
-            recent["repeated"] = measured([*options, *args.gate], reports / "repeated")
+            recent["repeated"] = measured(options, reports / "repeated")
     else:
         recent = {"recent": read_report(run)}
     reported, on_recent = dict(recent), list(recent.values())
     if gained(on_recent)[0]:
         prompts = ["--prompts", str(args.run / "prompts" / "eval.jsonl")]
-        reported["earlier"] = measured([*options, *args.gate, *prompts], reports / "earlier")
+        reported["earlier"] = measured([*options, *prompts], reports / "earlier")
     for part, report in reported.items():
         report.provenance["removed"] = str(run)  # so no command may name it
+        for draft in report.drafts.values():
+            if draft.atlas:  # its outputs are those of users, and the reports are kept
+                draft.atlas.heat_map = []
         write_report(reports / part / "report", report)
     status, reason = judged(on_recent, reported.get("earlier"), args.margin)
     if status != PUBLISHED:
@@ -418,16 +503,25 @@ def measured(options: list[str], folder: Path) -> Report:
     return read_report(folder)
 
 
-def rollback(home: Path) -> None:
-    """Make `current` the draft that was served before. Raises UserError if there is none."""
+def rollback(home: Path) -> str:
+    """Make `current` the draft that was served before, and hold it; returns what is served.
+
+    Raises UserError if there is none.
+    """
     links = (home / "previous", home / "current")
     names = [os.readlink(link) for link in links if link.is_symlink()]
     if len(set(names)) < 2:
         raise UserError(
             f"{home} has no earlier draft to serve; only a call that publishes a draft keeps one."
         )
+    hold(home, True)
     atomic_link(home / "current", names[0])
-    print(f"served again: {names[0]}; restart the servers, which keep the draft in memory")
+    return f"served again: {names[0]}; restart the servers, which keep the draft in memory"
+
+
+def hold(home: Path, held: bool) -> None:
+    """Whether later calls leave the served draft as it is."""
+    replace(State.read(home), held=held).write(home)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -439,6 +533,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     task.add_argument("--traffic", type=Path, metavar="PATH", help=rows)
     earlier = "serve the draft again that was served before the last publication"
     task.add_argument("--rollback", action="store_true", help=earlier)
+    further = "let drafts be published again after --rollback"
+    task.add_argument("--resume", action="store_true", help=further)
     everything = "delete all that this command has stored: rows, reports and drafts"
     task.add_argument("--delete", action="store_true", help=everything)
     hit = "regular expression; rows in which it is found are dropped; repeatable"
@@ -453,6 +549,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--train", type=shlex.split, default=[], metavar="ARGS", help=keys)
     options = 'options of eval.run for the gate, as "--engine vllm --gamma 4"'
     add("--gate", type=shlex.split, default=[], metavar="ARGS", help=options)
+    add("--check", action="store_true", help="read rows and options, store nothing, and stop")
+    add("--json", action="store_true", help="print the result as a JSON object in the last line")
     args = parser.parse_args(argv)
     if not 0 <= args.old_share < 1:
         parser.error(f"--old_share is {args.old_share}; give a share below 1")
@@ -470,24 +568,35 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
+    home, about = args.run / HOME, dict[str, Any]()
     try:
         with FileLock(args.run / ".adapt.lock", blocking=False):
+            status, reason = PUBLISHED, "as asked"
             if args.traffic is not None:
-                return adapt(args)
-            if args.rollback:
-                rollback(args.run / HOME)
+                status, reason = adapt(args, about)
+            elif args.rollback:
+                reason = rollback(home)
+            elif args.resume:
+                hold(home, False)
             else:
-                remove(args.run / HOME)
-            return PUBLISHED
+                remove(home)
     except Timeout:
-        print(f"nothing to gain: another call works on {args.run}", file=sys.stderr)
-        return NOTHING
+        status, reason = NOTHING, f"another call works on {args.run}"
     except (UserError, PermissionError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return FAILED
+        status, reason = FAILED, str(error)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        status, reason = INTERRUPTED, "by a signal"
+    except Exception as error:  # Python's own status would be that of a refused draft
+        traceback.print_exc()
+        status, reason = FAILED, f"{type(error).__name__}: {error}"
+    verdict = VERDICTS[status] if status != INTERRUPTED else "interrupted"
+    if status in (FAILED, INTERRUPTED):
+        print(f"error: {reason}" if status == FAILED else verdict, file=sys.stderr)
+    else:
+        print(f"{verdict if args.traffic else 'done'}: {reason}")
+    if args.json:
+        print(json.dumps({"verdict": verdict, "exit_status": status, "reason": reason} | about))
+    return status
 
 
 if __name__ == "__main__":

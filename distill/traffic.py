@@ -1,20 +1,21 @@
 """Choose the logged rows that a draft is trained and tested on.
 
-The split is by time, never at random: the newest day is the test. Rows are compared newest first.
-A row that nearly repeats a newer one, or an evaluation prompt of the run, is dropped. A row is in
-the documented form of distill/teacher/logged_rows.py, and `time` is in seconds since 1970.
+The split is by time, never at random: the newest day is the test. Rows are known by their content,
+because files of other replicas come late. Rows are compared newest first. A row that nearly repeats
+a newer one, or an evaluation prompt of the run, is dropped. A row is in the documented form of
+distill/teacher/logged_rows.py, and `time` is in seconds since 1970.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from align.errors import UserError
 from align.files import atomic_file
@@ -22,45 +23,64 @@ from align.sources import load_tokenizer, read_json
 from distill.prompt_sets import IDS, PROMPTS
 from distill.recipe import read_yaml
 from distill.teacher.answers import USED, to_answer
-from distill.teacher.logged_rows import Row, read_rows
+from distill.teacher.logged_rows import WITHOUT_HALF, LeftOut, Row, read_rows, texts_of
 from distill.teacher.store import Answers, Store, names_of
 from eval.measuring.intervals import FEWEST_CLUSTERS
 from eval.near_duplicates import NearDuplicates
 from eval.prompts import Prompt, PromptError, load_prompts, parse_row
 
 DAY = 86_400.0  # seconds
+# also as logrotate names earlier files: a.jsonl.1, a.jsonl-20261127.gz
+LOG = re.compile(r"[^.].*\.jsonl([.-]\d[\d.-]*)?(\.gz)?")
 
 
-def read_traffic(path: Path) -> list[Row]:
-    """The rows of a file, or of all .jsonl and .jsonl.gz files of a folder.
+def read_traffic(path: Path) -> tuple[list[Row], LeftOut]:
+    """The rows of a file, or of all logs of a folder, and what is left out. Prints counts by file.
 
-    Raises UserError if there is no row, and for a row without a time.
+    Raises UserError if there is no row, or if as many cannot be read.
     """
-    files = sorted(path.glob("*.jsonl*")) if path.is_dir() else [path]
-    rows = []
-    for file in files:
-        for number, row in read_rows(str(file)):
-            if "time" not in row:
-                raise UserError(
-                    f"{file}, line {number} has no `time`, so the newest day is not known; log the "
-                    "time of each request."
-                )
-            rows.append(row)
-    if not rows:
-        raise UserError(f"{path} has no rows; give a .jsonl file of logged rows or their folder.")
-    return rows
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    logs = [file for file in files if LOG.fullmatch(file.name) or file == path]
+    rows: list[Row] = []
+    halves: dict[str, Row] = {}
+    total = LeftOut()
+    for file in logs:
+        left_out, before = LeftOut(), len(rows)
+        try:
+            for number, row in read_rows(str(file), left_out, halves):
+                row.pop("id", None)  # unique in one file only
+                if "time" in row:
+                    rows.append(row)
+                else:
+                    left_out.add_unreadable(f"{str(file)!r}, line {number}: it has no `time`")
+        except UserError as error:  # a gzip file that is being written, or one that is gone
+            left_out.add_unreadable(error)
+        print(f"{file}: {len(rows) - before} rows; left out: {left_out}")
+        total.counts += left_out.counts
+        total.first = total.first or left_out.first
+    total.counts[WITHOUT_HALF] += len(halves)
+    total.counts["files that are no log"] += len(files) - len(logs)
+    if len(rows) <= total.counts["not readable"]:
+        raise UserError(
+            f"{path} has {len(rows)} rows with a `time`; left out: {total}. Give a .jsonl file of "
+            "logged rows, or their folder (docs/recipes.md)."
+        )
+    return rows, total
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write the rows to a file, without their ids, which are unique in one file only."""
-    without_id = ({key: row[key] for key in row if key != "id"} for row in rows)
     with atomic_file(path) as file:
-        file.writelines(json.dumps(row) + "\n" for row in without_id)
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def stored_rows(path: Path) -> list[Row]:
     """The rows that `write_rows` has written; none if there is no such file."""
     return [json.loads(line) for line in path.open(encoding="utf-8")] if path.exists() else []
+
+
+def digest(row: Row) -> str:
+    """A hash by which the row is known again."""
+    return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def usable(
@@ -70,18 +90,20 @@ def usable(
     days: float,
     redact: Sequence[re.Pattern[str]],
     limit: int,
+    left_out: LeftOut,
 ) -> list[Row]:
     """The rows that may be kept, newest first. Prints how many are dropped, and why.
 
     evaluated: prompts that no row may nearly repeat. now: a row of a later time is dropped, because
     its clock is wrong. days: a row is dropped when it is that old. limit: most rows of the newest
-    day, and most rows before it.
+    day, and most rows before it. left_out: what is dropped, to which these rows are added.
     """
     near = NearDuplicates(prompt.text for prompt in evaluated)
-    dropped: Counter[str] = Counter()
+    dropped = left_out.counts
     kept: list[Row] = []
     counts: Counter[bool] = Counter()
-    for row in sorted(rows, key=lambda row: row["time"], reverse=True):
+    different = {digest(row): row for row in rows}.values()
+    for row in sorted(different, key=lambda row: row["time"], reverse=True):
         of_newest_day = not kept or row["time"] > kept[0]["time"] - DAY
         if row["time"] > now:
             dropped["in the future"] += 1
@@ -101,18 +123,9 @@ def usable(
             near.add(text)
             counts[of_newest_day] += 1
             kept.append(row)
-    reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
-    print(f"traffic: {len(kept)} rows are kept; dropped: {reasons or 'none'}")
+    age = f", the newest {(now - kept[0]['time']) / 3600:.1f} hours old" if kept else ""
+    print(f"traffic: {len(kept)} rows are kept{age}; left out: {left_out}")
     return kept
-
-
-def texts_of(value: Any) -> Iterator[str]:
-    """All texts in a row, at any depth."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from texts_of(part)
 
 
 def prompt_text(row: Row) -> str | None:
@@ -125,42 +138,52 @@ def prompt_text(row: Row) -> str | None:
 
 @dataclass(frozen=True)
 class Split:
-    """Rows to train and to test on. Times are Unix times.
+    """Rows to train and to test on.
 
-    newest: of the newest row. trained: of the newest row to train on. lacking: why there are too
-    few rows; "" if there are enough.
+    newest: Unix time of the newest row. trained: digests of the stored rows that a draft of this
+    split has been trained on. lacking: why there are too few rows; "" if there are enough.
     """
 
     train: list[Row]
     test: list[Row]
     newest: float
-    trained: float
+    trained: list[str]
     lacking: str = ""
 
 
 def split(
-    kept: Sequence[Row], run_rows: Sequence[Row], since: float, trained: float, old_share: float
+    kept: Sequence[Row],
+    run_rows: Sequence[Row],
+    since: float,
+    trained: Collection[str],
+    old_share: float,
 ) -> Split:
     """The rows to train and to test on. kept: newest first.
 
-    since: rows up to this time were tested on. trained: rows up to this time trained the served
-    draft, as `run_rows` did; `old_share` of the rows to train on are drawn from them.
+    since: rows up to this time were tested on, or were late. trained: digests of rows that trained
+    the served draft, as `run_rows` did; `old_share` of the rows to train on are drawn from them.
+    The test is the newest day, or more days until there are FEWEST_CLUSTERS rows.
     """
     newest = kept[0]["time"] if kept else since
-    border = max(newest - DAY, since)
-    test = [row for row in kept if row["time"] > border]
-    new = [row for row in kept if trained < row["time"] <= border]
+    fresh = sum(row["time"] > since for row in kept)
+    of_newest_day = sum(row["time"] > max(newest - DAY, since) for row in kept)
+    tested = min(fresh, max(of_newest_day, FEWEST_CLUSTERS))
+    test, earlier = kept[:tested], kept[tested:]
+    digests = [digest(row) for row in earlier]
+    known = {*trained}
+    new = [row for row, name in zip(earlier, digests, strict=True) if name not in known]
     if min(len(test), len(new)) < FEWEST_CLUSTERS:
         lacking = (
             f"{len(test)} new rows of the newest day to test on and {len(new)} before it to train "
             f"on; {FEWEST_CLUSTERS} of each are needed."
         )
-        return Split([], [], newest, trained, lacking)
-    old = [row for row in kept if row["time"] <= trained] + [*run_rows]
+        return Split([], [], newest, [], lacking)
+    old = [row for row, name in zip(earlier, digests, strict=True) if name in known]
+    old += run_rows
     count = min(len(old), round(len(new) * old_share / (1 - old_share)))
     train = new + random.Random(0).sample(old, count)
     print(f"traffic: {len(new)} new rows and {count} old ones to train on, {len(test)} to test on")
-    return Split(train, test, newest, new[0]["time"])
+    return Split(train, [*test], newest, digests)
 
 
 def rows_of(run: Path) -> list[Row]:

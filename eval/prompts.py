@@ -625,17 +625,38 @@ def render_output(
     """
     assert prompt.messages is not None
     assert prompt.logged_output is not None
-    asked = _rendered(prompt, prompt.messages, tokenizer)
+    message, cut = prompt.logged_output["message"], prompt.logged_output.get("cut")
+    ids = _added(prompt, prompt.messages, message, tokenizer, asks=True)
+    if ids is None:
+        return None
+    end = next((i for i, token in enumerate(ids) if token in stops), len(ids))
+    if not cut and end == len(ids):
+        # GLM ends an output with the token of the next role. Another text stands for this one,
+        # because templates drop the reasoning of earlier turns.
+        turn = {key: message[key] for key in ("role", "tool_calls") if message.get(key)}
+        turns = [*prompt.messages, turn | {"content": EXAMPLE}]
+        following = {"role": "tool" if "tool_calls" in turn else "user", "content": EXAMPLE}
+        after = _added(prompt, turns, following, tokenizer, asks=False) or []
+        ids += [token for token in after[:1] if token in stops]
+    return ids[: end + (not cut)]
+
+
+def _added(
+    prompt: Prompt,
+    turns: list[dict[str, Any]],
+    turn: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    asks: bool,
+) -> list[int] | None:
+    """The token ids by which a further turn makes the text longer; None if it changes the text."""
     try:
-        said = [*prompt.messages, prompt.logged_output["message"]]
-        text = _rendered(prompt, said, tokenizer, asks=False)
+        before = _rendered(prompt, turns, tokenizer, asks)
+        text = _rendered(prompt, [*turns, turn], tokenizer, asks=False)
     except Exception:  # a template raises whatever its expressions do
         return None
-    if not text.startswith(asked):
+    if not text.startswith(before):
         return None
-    ids = list(tokenizer(text.removeprefix(asked), add_special_tokens=False)["input_ids"])
-    end = next((i for i, token in enumerate(ids) if token in stops), len(ids))
-    return ids[: end + (not prompt.logged_output.get("cut"))]
+    return list(tokenizer(text.removeprefix(before), add_special_tokens=False)["input_ids"])
 
 
 def chat_request(prompt: Prompt) -> dict[str, Any]:

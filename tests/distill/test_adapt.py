@@ -2,6 +2,7 @@
 
 import calendar
 import errno
+import gzip
 import json
 import multiprocessing
 import os
@@ -35,9 +36,10 @@ from distill.adapt import (
     undecided,
 )
 from distill.recipe import build_recipe, dump, read_yaml, yaml_text
-from distill.traffic import DAY, Split, read_traffic, rows_of, split, usable
+from distill.teacher.logged_rows import WITHOUT_HALF, LeftOut
+from distill.traffic import DAY, Split, digest, read_traffic, rows_of, split, usable
 from eval.decoding.target import load_target, weights_sha256
-from eval.engines.local_vllm import serve_vllm, speculation
+from eval.engines.local_vllm import VllmServers, serve_vllm, speculation
 from eval.measuring.intervals import Starts
 from eval.measuring.runs import REFERENCE_ONLY
 from eval.prompts import Prompt, write_prompts
@@ -198,7 +200,8 @@ def kept(*rows, limit=100):
     """The days of the rows that are kept on day 100."""
     redact = [re.compile(r"[\w.]+@[\w.]+")]
     evaluated = [Prompt("0", EVALUATED)]
-    return [r["time"] / DAY for r in usable(rows, evaluated, 100 * DAY, 30, redact, limit)]
+    usual = usable(rows, evaluated, 100 * DAY, 30, redact, limit, LeftOut())
+    return [r["time"] / DAY for r in usual]
 
 
 @pytest.mark.parametrize("rows", [[], [{"messages": []}], [row(1), {"messages": []}]])
@@ -206,6 +209,44 @@ def test_rows_without_a_time_are_refused(tmp_path, rows):
     (tmp_path / "monday.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(UserError, match="monday" if rows else str(tmp_path)):
         read_traffic(tmp_path)
+
+
+def write_log(path, *rows):
+    path.write_bytes(
+        b"\n".join(r if isinstance(r, bytes) else json.dumps(r).encode() for r in rows)
+    )
+
+
+def half_of(path):
+    """A gzip file of rows, up to its middle."""
+    path.write_bytes(gzip.compress(json.dumps([row(i) for i in range(40)]).encode())[:-100])
+
+
+def test_what_is_no_row_is_counted_by_file(tmp_path, capsys):
+    write_log(tmp_path / "a.jsonl", row(1), b'{"time": 3, "mess', row(2), {"messages": []}, row(3))
+    write_log(tmp_path / "a.jsonl.1", row(4))
+    (tmp_path / "a.jsonl-20260101.gz").write_bytes(gzip.compress(json.dumps(row(5)).encode()))
+    half_of(tmp_path / "b.jsonl.gz")
+    foreign = ["a.jsonl.pos", ".a.jsonl.swp", ".a.jsonl", "a.jsonl.2026-01-01.zst", "notes.txt"]
+    for name in foreign:
+        (tmp_path / name).write_bytes(b"\x00\xff")
+    (tmp_path / "c.jsonl").mkdir()
+    rows, left_out = read_traffic(tmp_path)
+    assert sorted(r["time"] / DAY for r in rows) == [1, 2, 3, 4, 5]
+    assert +left_out.counts == {"not readable": 4, "files that are no log": len(foreign)}
+    out = capsys.readouterr().out
+    assert re.search(r"a\.jsonl: 3 rows; left out: 2 not readable .*line 2", out)
+    assert re.search(r"b\.jsonl\.gz: 0 rows; left out: 1 not readable", out)
+
+
+def test_a_batch_in_two_files_of_a_folder(tmp_path):
+    asked = {"custom_id": "a", "body": {"messages": row(1)["messages"][:1]}, "time": DAY}
+    given = {"custom_id": "a", "response": {"body": {"choices": [{"message": {"content": "A"}}]}}}
+    write_log(tmp_path / "output.jsonl", given, given | {"custom_id": "b"})
+    write_log(tmp_path / "z-input.jsonl", asked)
+    (made,), left_out = read_traffic(tmp_path)
+    assert [turn["role"] for turn in made["messages"]] == ["user", "assistant"]
+    assert +left_out.counts == {WITHOUT_HALF: 1}
 
 
 @pytest.mark.parametrize(
@@ -232,10 +273,14 @@ def test_the_newest_rows_are_kept_of_the_newest_day_and_of_the_days_before():
     assert kept(*map(row, days), limit=2) == [99.9, 99.8, 98.5, 98.4]
 
 
-def parts(since, trained, old_share=0.5, run_rows=20):
-    """The days of the rows to train and to test on, of two rows an hour from day 90 to day 100."""
-    rows = [row(100 - i / 48) for i in range(480)]
-    cut = split(rows, [row(0)] * run_rows, since * DAY, trained * DAY, old_share)
+def parts(since, trained, old_share=0.5, run_rows=20, an_hour=2, late=range(0)):
+    """The days of the rows to train and to test on, from day 90 to day 100.
+
+    trained: the day until which rows have been trained on, except for those that were late.
+    """
+    rows = [row(100 - i / 24 / an_hour) for i in range(int(240 * an_hour))]
+    known = [digest(r) for i, r in enumerate(rows) if r["time"] <= trained * DAY and i not in late]
+    cut = split(rows, [row(0)] * run_rows, since * DAY, known, old_share)
     train, test = (sorted(r["time"] / DAY for r in rows) for rows in (cut.train, cut.test))
     return train, test, cut
 
@@ -244,7 +289,9 @@ def test_the_newest_day_is_tested_and_only_earlier_rows_are_trained_on():
     train, test, cut = parts(since=95, trained=95)
     assert len(test) == 48
     assert min(test) > 99 == max(train)
-    assert (cut.newest, cut.trained) == (100 * DAY, 99 * DAY)
+    assert cut.newest == 100 * DAY
+    assert len(cut.trained) == 432
+    assert {*cut.trained} == {digest(row(100 - i / 48)) for i in range(48, 480)}
     assert sum(day > 95 for day in train) == sum(day <= 95 for day in train) == 192
     assert 0.0 in train  # a row of the run
 
@@ -254,6 +301,24 @@ def test_a_day_is_tested_once():
     train, test, _ = parts(since=99.5, trained=97)
     assert min(test) > 99.5 == max(train)
     assert not parts(since=99.9, trained=97)[1]
+
+
+def test_rows_that_come_late_are_trained_on_and_not_tested():
+    late = range(300, 320)  # of a replica whose file came after the rows around them were used
+    train, test, _ = parts(since=99, trained=98, old_share=0, late=late)
+    assert len(train) == 48 + len(late)
+    assert min(train) < 94 < min(test)
+
+
+def test_days_with_few_rows_are_tested_together():
+    """Eight rows a day: ten are tested, and the others trained on."""
+    train, test, _ = parts(since=0, trained=0, run_rows=0, an_hour=1 / 3)
+    assert (len(test), len(train)) == (10, 70)
+    assert max(train) < min(test) < 99
+    train, test, _ = parts(since=99.2, trained=98, run_rows=0, an_hour=1 / 3)
+    assert not test  # seven are new
+    train, test, _ = parts(since=98, trained=96, old_share=0, an_hour=1 / 3)
+    assert (len(test), len(train)) == (10, 22)
 
 
 def test_a_rolled_back_draft_s_rows_are_new_again():
@@ -274,7 +339,7 @@ def test_too_few_rows_of_a_part(since, trained):
 
 
 def test_no_row_at_all():
-    assert split([], [row(0)], 5 * DAY, 0, 0.3).lacking
+    assert split([], [row(0)], 5 * DAY, [], 0.3).lacking
 
 
 def test_the_rows_of_a_run_that_was_trained_on_logged_outputs(folder, tmp_path):
@@ -365,11 +430,14 @@ def loop(tmp_path, monkeypatch, reports):
     recipe = {"target": str(tmp_path / "target"), "train_prompts": "a", "eval_prompts": "b"}
     (run / "recipe.yaml").write_text(dump(build_recipe(recipe)))
     (run / "provenance.json").write_text("{}")
+    (run / "vocab_check.json").write_text("{}")
+    monkeypatch.setattr(VllmServers, "program", lambda: None)
     made = Loop(run, reports)
 
-    def rows(args, state, served, now):
+    def rows(args, state, served, now, about):
         assert state.until < now
-        return Split([row(0)], [row(1)], now - DAY, now - 2 * DAY)
+        about["rows"] = 2
+        return Split([row(0)], [row(1)], now - DAY, ["0a"])
 
     monkeypatch.setattr(module, "select", rows)
     monkeypatch.setattr(module, "write_rows", lambda path, rows: path.parent.mkdir(exist_ok=True))
@@ -396,7 +464,10 @@ def test_what_passes_the_gate_is_served(loop, gains, status, capsys):
     assert loop.served == (status == PUBLISHED)
     state = module.State(**read_json(loop.home / "state.json"))
     assert state.until == loop.now - DAY
-    assert list(state.trained.values()) == [loop.now - 2 * DAY] * (status == PUBLISHED)
+    if status == PUBLISHED:
+        assert state.trained == {"run": [], module.when(loop.now): ["0a"]}
+    else:
+        assert not state.trained
     assert not (loop.home / "work").exists()
     (name,) = (loop.home / "reports").iterdir()
     parts = ["recent", "earlier"][: 1 if status == NOTHING else 2]  # the second needs a gain
@@ -493,7 +564,8 @@ def test_a_measurement_that_fails_publishes_nothing(loop, monkeypatch, status, e
     assert not (loop.home / "work").exists()
 
 
-SERVER, ENGINE = ["--train", "--answer_url http://localhost:8000"], ["--gate", "--engine vllm"]
+SERVER = ["--train", "--answer_url http://localhost:8000"]
+ENGINE = ["--gate", "--engine vllm --gamma 4"]
 EAGLE3 = {"speculators_model_type": "eagle3", "draft_vocab_size": 9}
 
 
@@ -527,7 +599,7 @@ def test_a_target_that_is_not_computed_here_needs_server_and_engine(
 def test_an_undecided_comparison_is_repeated(loop, monkeypatch):
     monkeypatch.setattr(module, "undecided", lambda report: True)
     loop.gains = BETTER, BETTER
-    assert loop.call("--gate", "--engine vllm") == PUBLISHED
+    assert loop.call(*ENGINE) == PUBLISHED
     (reports,) = (loop.home / "reports").iterdir()
     assert {path.name for path in reports.iterdir()} == {"recent", "repeated", "earlier"}
 

@@ -476,6 +476,38 @@ def test_a_logged_output_is_rendered_up_to_its_stop_token(letters, message, expe
     assert render_output(prompt, letters, stops) is None
 
 
+# as GLM's: no turn has an end, and a thought is shown only after the last turn of the user
+GLM = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>"
+    "{% if loop.last and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+    "{% else %}{{ '<|observation|>' if m.role == 'tool' else '<|user|>' }}{{ m.content }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "end"),
+    [
+        ({"content": "Yes"}, "<|user|>"),
+        ({"content": "Yes", "reasoning_content": "Hm"}, "<|user|>"),
+        (call({"town": "Turin"}), "<|observation|>"),
+    ],
+)
+def test_an_output_ends_with_the_role_of_the_next_turn_in_glm(letters, message, end):
+    letters.chat_template = GLM
+    letters.add_tokens(["<|user|>", "<|observation|>", "<|assistant|>"])
+    stops = {letters.convert_tokens_to_ids(token) for token in ("<|user|>", "<|observation|>")}
+    output = {"message": {"role": "assistant"} | message}
+    prompt = Prompt("1", messages=ASKING, logged_output=output)
+    ids = render_output(prompt, letters, stops)
+    assert ids[-1] == letters.convert_tokens_to_ids(end)
+    assert not stops & {*ids[:-1]}
+    cut = replace(prompt, logged_output=output | {"cut": True})
+    assert render_output(cut, letters, stops) == ids[:-1]
+    assert render_output(prompt, letters, {0}) == ids[:-1]  # a role that is no stop
+
+
 def test_what_a_data_set_gives_a_row_because_others_have_it_is_left_out(letters, monkeypatch):
     from datasets import Dataset
 
