@@ -35,7 +35,7 @@ from distill.adapt import (
     main,
     undecided,
 )
-from distill.recipe import build_recipe, dump, read_yaml, yaml_text
+from distill.recipe import OWN, TRAINING, build_recipe, dump, read_yaml, yaml_text
 from distill.teacher.logged_rows import WITHOUT_HALF, LeftOut
 from distill.traffic import DAY, Split, digest, read_traffic, rows_of, split, usable
 from eval.decoding.target import load_target, weights_sha256
@@ -44,6 +44,7 @@ from eval.measuring.intervals import Starts
 from eval.measuring.runs import REFERENCE_ONLY
 from eval.prompts import Prompt, write_prompts
 from eval.reporting.build import build_report
+from eval.reporting.fields import LoadPoint
 from eval.reporting.files import write_report
 from eval.reporting.traffic import NotComparable
 from tests.conftest import made_up_measurement, made_up_run
@@ -163,6 +164,30 @@ def test_a_draft_that_changes_outputs_is_refused(compared):
     pairs = ([good], good), ([bad], good), ([good, bad], good), ([good], bad)
     verdicts = [judged(*pair, 0.1)[0] for pair in pairs]
     assert verdicts == [PUBLISHED, REFUSED, REFUSED, REFUSED]
+
+
+@pytest.mark.parametrize(
+    ("new", "half", "status"),
+    [
+        (1.35, 0.01, PUBLISHED),
+        (1.3, 0.02, PUBLISHED),
+        (1.3, 0.2, REFUSED),  # it may lose more than the margin
+        (1.1, 0.01, REFUSED),
+    ],
+)
+@pytest.mark.parametrize("slower", ["recent", "earlier"])
+def test_a_draft_that_loses_at_a_load_of_the_gate_is_refused(compared, new, half, status, slower):
+    """It is faster at one request at a time; the operator's server has eight."""
+    reports = {name: compared(random.Random(1), BETTER) for name in ("recent", "earlier")}
+    for name, speedup in (("untuned", 1.3), ("tuned", new)):
+        draft = reports[slower].drafts[name]
+        measured = draft.speedup.model_copy(
+            update={"mean": speedup, "ci95": (speedup - half, speedup + half)}
+        )
+        draft.by_load = [
+            LoadPoint.model_construct(concurrency=8, request_rate=None, speedup=measured)
+        ]
+    assert judged([reports["recent"]], reports["earlier"], 0.1)[0] == status
 
 
 def test_a_gain_on_traffic_that_no_draft_makes_faster(compared):
@@ -391,7 +416,7 @@ class Loop:
         shutil.copytree(self.reports[gain], folder / "report")
         path = folder / "report" / "report.json"
         values = json.loads(path.read_text())
-        values["drafts"]["tuned"]["sha256"] = sha256
+        values["drafts"]["tuned"] |= {"sha256": sha256, "atlas": ATLAS}
         path.write_text(json.dumps(values))
 
     @property
@@ -403,6 +428,10 @@ class Loop:
 
 
 FILES = ["config.json", "model.safetensors", "tokenizer.json"]
+OUTPUT = {"prompt": "0", "alpha": 0.5, "tokens": ["private"], "values": [0.5], "guesses": ["b"]}
+BUCKET = {"from": 0.0, "to": None, "positions": 1, "alpha": {"mean": 0.5, "ci95": None, "n": 1}}
+ATLAS = {name: [BUCKET] for name in ("by_output_position", "by_entropy")}
+ATLAS |= {"confusions": [], "heat_map": [OUTPUT]}
 
 
 def made_draft(folder, number):
@@ -493,6 +522,76 @@ def test_the_draft_before_the_last_is_served_again(loop):
     assert len([*(loop.home / "drafts").iterdir()]) == 1  # what no link names is deleted
 
 
+def test_a_rollback_holds_the_draft_until_it_is_resumed(loop):
+    assert [loop.call(), loop.call()] == [PUBLISHED, PUBLISHED]
+    assert main([str(loop.run), "--rollback"]) == PUBLISHED
+    assert [loop.call(), loop.call(), loop.served, loop.made] == [NOTHING, NOTHING, 1, 2]
+    assert main([str(loop.run), "--resume"]) == PUBLISHED
+    assert [loop.call(), loop.served] == [PUBLISHED, 3]
+
+
+def test_a_check_stores_nothing_and_trains_nothing(loop):
+    assert loop.call("--check") == NOTHING
+    assert [path.name for path in loop.home.iterdir() if path.name != "drafts"] == ["current"]
+    assert loop.made == 0
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        "--engine vlm --gamma 4",
+        "--engine vllm",  # without a draft length
+        "--engine vllm --gamma 2,4",
+        "--engine vllm --gamma 4 --gama 4",
+        "--gamma 4 --fail_under_alpha 0.5",
+        "--gamma 4 --fail_under_speedup 0",
+        "--gamma 4 --draft other=prompt-lookup",
+        "--base_url http://localhost:8001 --baseline_url http://localhost:8000 --prompts p.jsonl",
+    ],
+)
+def test_a_gate_that_cannot_judge_is_refused_before_the_training(loop, gate, capsys):
+    assert loop.call("--gate", gate) == FAILED
+    assert "--gate" in capsys.readouterr().err
+    assert loop.made == 0
+
+
+def test_an_engine_that_is_not_there_is_missed_before_the_training(loop, monkeypatch):
+    def program():
+        raise UserError("There is no vLLM.")
+
+    monkeypatch.setattr(VllmServers, "program", program)
+    assert loop.call(*ENGINE) == FAILED
+    assert loop.made == 0
+
+
+def result(capsys):
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_the_result_as_json(loop, monkeypatch, capsys):
+    assert loop.call("--json") == PUBLISHED
+    published = result(capsys)
+    assert published.items() >= {"verdict": "published", "exit_status": 0, "rows": 2}.items()
+    assert published["served"] == module.when(loop.now)
+    assert main([str(loop.run), "--rollback", "--json"]) == PUBLISHED
+    assert result(capsys)["exit_status"] == PUBLISHED
+    assert main([str(loop.run), "--resume"]) == PUBLISHED
+
+    def broken(*args, **more):
+        raise RuntimeError("not thought of")
+
+    monkeypatch.setattr(module.train, "run", broken)
+    assert loop.call("--json") == FAILED  # 1 would be a refused draft
+    assert result(capsys)["exit_status"] == FAILED
+
+
+def test_reports_hold_no_outputs_of_users(loop):
+    assert loop.call() == PUBLISHED
+    reports = [*loop.home.glob("reports/*/*/report/report.*")]
+    assert len(reports) == 6
+    assert not any("private" in path.read_text() for path in reports)
+
+
 def test_two_drafts_and_their_reports_are_kept(loop):
     for _ in range(4):
         assert loop.call("--days", 5) == PUBLISHED
@@ -541,6 +640,40 @@ def test_training_that_improved_nothing_is_not_measured(loop, monkeypatch):
     monkeypatch.setattr(module.evaluation, "main", None)
     loop.made = -1  # the next draft is the run's own
     assert loop.call() == NOTHING
+
+
+@pytest.mark.parametrize("from_target", [True, False])
+def test_what_goes_over_from_the_run(loop, from_target):
+    """Settings of training and deployment; no counts, no checkpoint, nothing of the base draft."""
+    path = loop.run / "recipe.yaml"
+    keys = {"max_answers": 400, "max_steps": 600, "resume_from_checkpoint": "outputs/old"}
+    keys |= {
+        "drafter": "pruned",
+        "num_draft_layers": 3,
+        "draft_vocab_size": 300,
+        "answers": "local",
+    }
+    keys |= {"train_on_prompts": True, "instruction": "{prompt}", "max_train_prompts": 30}
+    kept = {"per_device_train_batch_size": 3, "gamma": 2, "temperature": 0.5, "minutes": 7}
+    path.write_text(yaml_text(read_yaml(path) | keys | kept | {"learning_rate": 1e-4}))
+    assert loop.call() == PUBLISHED
+    values = loop.recipe.values()
+    assert values.items() >= kept.items()
+    assert values["answer_temperature"] == 0.5
+    assert not {"max_steps", "resume_from_checkpoint"} & values.keys()
+    unset = {key: OWN[key].default for key in keys.keys() & OWN.keys()}
+    unset |= {"answers": "logged", "max_train_prompts": 1}
+    assert values.items() >= unset.items()
+
+
+def test_each_recipe_key_goes_over_or_is_decided_here():
+    ours = "train_prompts eval_prompts output_dir draft answers answer_temperature long_prompts"
+    ours += " warmup_steps max_train_prompts"
+    of_run = "drafter instruction strategy num_draft_layers draft_vocab_size fit_tokens dry_run"
+    of_run += " answers_per_prompt train_on_prompts max_answers coverage_curve max_steps run_name"
+    of_run += " resume_from_checkpoint project trackio_space_id"
+    assert {*OWN, *TRAINING} - {*module.KEPT} == {*ours.split(), *of_run.split()}
+    assert {*module.KEPT} <= {*OWN, *TRAINING}
 
 
 @pytest.mark.parametrize(
@@ -645,6 +778,70 @@ def test_the_disk_that_may_be_used(loop, monkeypatch, capsys):
     assert "GiB" in capsys.readouterr().err
     assert not (loop.home / "work").exists()
     assert loop.served == 0
+
+
+# --- Two days of a service with two replicas
+
+
+@pytest.fixture
+def days(loop, monkeypatch, tmp_path):
+    """The loop with the rows of a folder of logs; the run itself has none."""
+    write_prompts(loop.run / "prompts" / "eval.jsonl", [Prompt("0", EVALUATED)])
+    monkeypatch.setattr(module, "select", SELECT)
+    monkeypatch.setattr(module, "write_rows", WRITE_ROWS)
+    monkeypatch.setattr(module, "rows_of", lambda run: [])
+    trained = []
+
+    def train(recipe, measured=True, summary=True):
+        lines = (recipe.folder.parent / "train.jsonl").read_text().splitlines()
+        trained.append({json.loads(line)["time"] for line in lines})
+        loop.train(recipe, measured, summary)
+
+    monkeypatch.setattr(module.train, "run", train)
+    loop.trained, loop.logs = trained, tmp_path / "logs"
+    loop.logs.mkdir()
+    return loop
+
+
+SELECT, WRITE_ROWS = module.select, module.write_rows
+
+
+def test_two_days_of_late_broken_and_foreign_logs(days, capsys):
+    """Nothing is lost or used twice, no call fails, and what is left out is counted."""
+    begun = days.now / DAY
+
+    def log(name, hours, *broken):
+        rows = [row(begun + 7 + hour / 24) for hour in hours]
+        write_log(days.logs / name, *rows[:5], *broken, *rows[5:])
+        return {r["time"] for r in rows}
+
+    def call():
+        status = main([str(days.run), "--traffic", str(days.logs), "--json"])
+        return status, result(capsys)
+
+    days.now += 9 * DAY
+    first = log("a.jsonl", range(0, 40), b'{"time": 5, "messages": [{"role"', {"messages": []})
+    half_of(days.logs / "b.jsonl.gz")
+    (days.logs / "a.jsonl.pos").write_text("40")
+    status, told = call()
+    assert status == PUBLISHED
+    assert told["left_out"] == {"not readable": 3, "files that are no log": 1}
+    assert (told["rows"], told["newest_row"]) == (40, max(first))
+    assert days.trained[0] | {t for t in first if t > max(first) - DAY} == first
+
+    late = log("b.jsonl", np.arange(0.5, 40))  # the other replica's file of the same hours
+    days.now += DAY
+    second = log("a2.jsonl", range(41, 60), b"\xff\xfe")
+    status, told = call()
+    assert status == PUBLISHED
+    assert told["left_out"] == {"not readable": 4, "files that are no log": 1}
+    assert told["rows"] == len(first | late | second)
+    tested = {t for t in second | late if t > max(first)}
+    assert first | late | second == days.trained[0] | days.trained[1] | tested
+    assert late - tested <= days.trained[1]
+    assert not tested & days.trained[1]
+    status, told = call()  # the same logs again
+    assert (status, told["rows"]) == (NOTHING, len(first | late | second))
 
 
 # --- Faults at every step
