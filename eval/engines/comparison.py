@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -26,7 +26,18 @@ from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
 from eval.engines.divergences import Logprobs, not_judged
-from eval.engines.load import PASSES, Load, Pass, Request, TimedPass, load_point, passes, timed_pass
+from eval.engines.load import (
+    PASSES,
+    Load,
+    Pass,
+    Request,
+    TimedPass,
+    Window,
+    load_point,
+    overload,
+    passes,
+    timed_pass,
+)
 from eval.engines.server import ServerError
 from eval.measuring.evaluation import decoding_facts, prompt_facts
 from eval.measuring.intervals import Starts
@@ -71,12 +82,19 @@ class PromptOutputs(NamedTuple):
     reading: Annotated[list[Logprobs] | Any, Field(union_mode="left_to_right")]
 
 
+class Noted(NamedTuple):
+    """A `Pass` as a journal has it: with the ids of its prompts."""
+
+    prompts: list[str]
+    edge: int
+    batch: int
+
+
 # The results of a contender as a journal has them, by their field.
 NOTED: dict[str, TypeAdapter[Any]] = {
     OUTPUTS: TypeAdapter(PromptOutputs),
     AGAIN: TypeAdapter(PromptRun),
-    # the numbers of the prompts that the pass leaves out, and a TimedPass without `asked`
-    TIMED: TypeAdapter(tuple[list[int], list[Request], Speculation | None]),
+    TIMED: TypeAdapter(tuple[Noted, list[Request], Speculation | None, Window]),
     DIVERGENCES: TypeAdapter(dict[str, Any]),
     FAILED: TypeAdapter(str),
 }
@@ -287,17 +305,24 @@ class Comparison:
         entries = self._divergences(contender)
         return [e if e["judged"] or "why" in e else e | reason for e in entries.values()]
 
-    def by_load(self, contender: Contender) -> tuple[list[dict[str, Any]], str]:
-        """The `LoadPoint`s of loads whose passes are complete, and why others are not complete."""
-        points, starts, plain = [], self.starts(), self.baseline.passes
+    def by_load(
+        self, contender: Contender
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
+        """`LoadPoint`s and `Overload`s of loads with all passes, and why others lack passes."""
+        starts, plain = self.starts(), self.baseline.passes
+        points, overloads = list[dict[str, Any]](), list[dict[str, Any]]()
         for first in range(0, PASSES * len(self.task.loads), PASSES):
             numbers = range(first, first + PASSES)
             if all(i in plain and i in contender.passes for i in numbers):
                 pairs = [(plain[i], contender.passes[i]) for i in numbers]
                 started = starts.behind(PASSES) if starts else None  # each start does one pass
-                points.append(load_point(pairs, self.task.limits, started))
+                if over := overload(pairs):
+                    overloads.append(over)
+                else:
+                    points.append(load_point(pairs, self.task.limits, started))
         reasons = [*self.failures(self.baseline), *self.failures(contender)]
-        return points, "; ".join(reasons) if len(points) < len(self.task.loads) else ""
+        undone = len(points) + len(overloads) < len(self.task.loads)
+        return points, overloads, "; ".join(reasons) if undone else ""
 
     def log(self, contender: Contender) -> DraftLog:
         """The log of a draft on the prompts that the contender and the baseline decoded."""
@@ -311,7 +336,7 @@ class Comparison:
         }
         starts = self.starts()
         twice = {*pairs} <= self.baseline.again.keys() & contender.again.keys()
-        by_load, no_load = self.by_load(contender)
+        by_load, overloads, no_load = self.by_load(contender)
         about = dict(contender.facts)
         missing = about.pop("missing") | ({"by_load": no_load} if no_load else {})
         missing |= {"sampled_check": self.unread} if self.unread else {}
@@ -320,7 +345,7 @@ class Comparison:
             missing |= {"prompts": "; ".join(reasons)}
         return DraftLog(
             name=contender.name,
-            about=about | {"lossless": lossless, "by_load": by_load},
+            about=about | {"lossless": lossless, "by_load": by_load, "overloads": overloads},
             runs=with_draft,
             baseline=plain,
             missing=missing,
@@ -441,7 +466,9 @@ class Comparison:
                 asked = self._pass(number)
                 doing = f"at {asked.load}"
                 if asked.load not in warm:  # a GPU's first batches compile kernels
-                    first = asked._replace(prompts=asked.prompts[: asked.edge])
+                    first = asked._replace(
+                        load=Load(asked.edge), prompts=asked.prompts[: asked.edge]
+                    )
                     timed_pass(engine, first, replace(self.decoding, max_new_tokens=WARM_UP))
                     warm.add(asked.load)
                 self._keep(contender, stage, number, timed_pass(engine, asked, self.decoding))
@@ -460,16 +487,12 @@ class Comparison:
             ):
                 raise failure from None
 
-    def _pass(self, number: int, left_out: Container[int] | None = None) -> Pass:
-        """The pass of this number; the one of the baseline if it is done.
-
-        left_out: prompts that it leaves out; None: those that are left out now.
-        """
-        if left_out is None and number in self.baseline.passes:
+    def _pass(self, number: int) -> Pass:
+        """The pass of this number; the one of the baseline if it is done."""
+        if number in self.baseline.passes:
             return self.baseline.passes[number].asked
         numbers = [turns[0] for turns in self.conversations]
-        missing = self.left_out if left_out is None else left_out
-        prompts = [self.prompts.prompts[i] for i in numbers if i not in missing]
+        prompts = [self.prompts.prompts[i] for i in numbers if i not in self.left_out]
         every = passes(self.task.loads[number // PASSES], prompts, self.decoding.seed)
         return every[number % PASSES]
 
@@ -529,10 +552,9 @@ class Comparison:
         # a divergence that is not judged is judged by the next process
         if self.task.journal and (kind != DIVERGENCES or result["judged"]):
             if kind == TIMED:
-                timed = {prompt.id for prompt in result.asked.prompts}
-                numbers = [turns[0] for turns in self.conversations]
-                left_out = [i for i in numbers if self.prompts.prompts[i].id not in timed]
-                result = [left_out, *result[1:]]
+                asked: Pass = result.asked
+                ids = [prompt.id for prompt in asked.prompts]
+                result = [Noted(ids, asked.edge, asked.batch), *result[1:]]
             stage = f"{kind} of {contender.name or 'target'}"
             self.task.journal.add(stage, [self._key(contender, kind, number), result])
 
@@ -541,6 +563,7 @@ class Comparison:
         if self.task.journal is None:
             return
         self.task.journal.begin("results by contender, stage and prompt")
+        by_id = {prompt.id: prompt for prompt in self.prompts.prompts}
         counts = {TIMED: PASSES * len(self.task.loads)}
         for contender in (self.baseline, *self.drafting):
             for kind, form in NOTED.items():
@@ -550,7 +573,13 @@ class Comparison:
                     if (key := self._key(contender, kind, number)) in values:
                         result = form.validate_python(values[key])
                         if kind == TIMED:
-                            result = TimedPass(self._pass(number, result[0]), *result[1:])
+                            noted: Noted = result[0]
+                            asked = self._pass(number)._replace(
+                                prompts=[by_id[i] for i in noted.prompts],
+                                edge=noted.edge,
+                                batch=noted.batch,
+                            )
+                            result = TimedPass(asked, *result[1:])
                         getattr(contender, kind)[number] = result
             if len(contender.failed) > self.most_failures:  # given up, so all are tried again
                 contender.failed.clear()

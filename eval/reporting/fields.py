@@ -85,9 +85,10 @@ class LoadPoint(Part):
     request_rate: Quantity | None = Field(None, description="new requests per second")
     requests: Positive = Field(description="that count, of each server")
     in_flight: Both[Quantity] | None = Field(None, description="requests, mean over the time")
-    tokens_per_s: Both[Measured] = Field(description="of all requests together")
+    requests_per_s: Both[Quantity] | None = Field(None, description="completed")
+    tokens_per_s: Both[Measured] = Field(description="of completed requests, together")
     speedup: Measured = Field(
-        description="seconds per token of a request without a draft / with it, the same requests"
+        description="seconds per token of a request without a draft / with it"
     )
     ttft_ms: Both[Percentiles] | None = None
     itl_ms: Both[Percentiles] | None = Field(description="null: no output has a second token")
@@ -109,6 +110,15 @@ class LoadPoint(Part):
     def tail(self) -> str:
         """The highest percentile that the number of requests supports."""
         return "p99" if self.requests >= FEWEST_OF_P99 else "p95"
+
+
+class Overload(Part):
+    """A request rate at which the number of requests in flight grows. It has no speed-up."""
+
+    request_rate: Quantity = Field(description="new requests per second")
+    servers: list[Literal["target", "draft"]] = Field(description="that are overloaded")
+    requests_per_s: Both[Quantity] = Field(description="completed")
+    tokens_per_s: Both[Quantity] = Field(description="of completed requests")
 
 
 class Counters(Part):
@@ -182,6 +192,7 @@ class DraftReport(Part):
     memory: Memory | None
     payoff: Payoff | None
     by_load: list[LoadPoint] = Field(default=[], description="if concurrency was measured")
+    overloads: list[Overload] = Field(default=[], description="request rates of an overload")
     serve: list[str] = Field(
         default=[], description="the command that serves it; empty: not measured in such a server"
     )

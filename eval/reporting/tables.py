@@ -155,6 +155,7 @@ LOADS: Cells = [
     ("load", "load", lambda load: str(load).replace("requests at", "at")),
     ("requests", "requests", str),
     ("speed-up", "speedup", shown),
+    ("completed/s", "requests_per_s.speculative requests_per_s.baseline", TWO),
     ("tokens/s", "tokens_per_s.speculative.mean tokens_per_s.baseline.mean", TWO),
     ("in flight", "request_rate in_flight.speculative in_flight.baseline", lambda _, *n: TWO(*n)),
     ("mean acceptance length", "mean_acceptance_length", shown),

@@ -112,6 +112,15 @@ def _about_draft(draft: DraftReport) -> Iterator[tuple[str, str]]:
     for entry in draft.missing:
         if entry.field == "prompts":
             yield "partial", f"only some prompts were measured: {entry.reason}"
+    for over in draft.overloads:
+        servers = " and ".join("the target alone" if s == "target" else "it" for s in over.servers)
+        done = over.requests_per_s
+        yield (
+            "overload",
+            f"at {over.request_rate:g} requests/s {servers} is overloaded, because the requests in "
+            f"flight grow. {done.speculative:.3g} are completed per second, {done.baseline:.3g} "
+            "without a draft. There is no speed-up at this rate.",
+        )
     speedups = draft.speedup_by_load
     if slower := {at: times(speedup) for at, speedup in speedups.items() if speedup.bounds[1] < 1}:
         yield "slower", f"it slows the target down, to {at_loads(slower)}."

@@ -84,8 +84,9 @@ def test_each_start_decodes_all_prompts_and_its_passes(fake, order, times):
     for length, draft in enumerate(comparison.drafting, 2):
         assert comparison.failures(draft) == []
         assert comparison.divergent(draft) == []
-        ((point,), reason) = comparison.by_load(draft)
+        ((point,), overloads, reason) = comparison.by_load(draft)
         assert (point["concurrency"], point["requests"], reason) == (2, 20, "")
+        assert overloads == []
         assert point["mean_acceptance_length"].mean == length
 
 
@@ -178,7 +179,7 @@ def test_a_failure_at_a_load_costs_this_load_alone(fake, monkeypatch, order, fai
     measured = [[p["concurrency"] for p in comparison.by_load(d)[0]] for d in comparison.drafting]
     of_failing = [1] if ends_here else [1, 8]
     assert measured == [of_failing, of_failing if failing == 0 else [1, 4, 8]]
-    reason = comparison.by_load(comparison.drafting[0])[1]
+    reason = comparison.by_load(comparison.drafting[0])[2]
     assert reason.startswith("at 4 requests at a time: broke off")
     if order is there_and_back:
         assert started[failing] == (2 if alive else 3)

@@ -158,10 +158,11 @@ def test_outputs_from_before_a_failure_of_the_baseline_are_judged(fake, order, d
     assert {entry.get("judged", True) for entry in entries} == {not down}
 
 
+LOADS = [Load(1), Load(2)]
 STAGES = ["start", "decode", "explain", "pass"]
 
 
-def journaled(servers, path, loads=(1, 2), dies_at=None):
+def journaled(servers, path, loads=LOADS, dies_at=None):
     """The comparison of started servers, with its journal; the asked requests of each stage.
 
     dies_at: stage and number of the event at which the process is killed, before it asks.
@@ -197,7 +198,7 @@ def journaled(servers, path, loads=(1, 2), dies_at=None):
         for name, server in zip(names, servers, strict=True)
     ]
     journal = Journal(path / "measured.jsonl")
-    task = Task(PromptSet("", PROMPTS, []), decoding(), {}, [Load(n) for n in loads], None, journal)
+    task = Task(PromptSet("", PROMPTS, []), decoding(), {}, list(loads), None, journal)
     comparison = Comparison(contenders, task)
     with patch("eval.engines.comparison.timed_pass", timed):
         comparison.run(there_and_back)
@@ -247,16 +248,28 @@ def test_an_added_contender_or_load_costs_only_itself(fake, tmp_path):
         return [len(server.streamed) for server in servers]
 
     servers = two_servers(fake)
-    journaled(servers, tmp_path, [1])
+    journaled(servers, tmp_path, [Load(1)])
     before = streamed()
     servers.append(fake(2, Served("blocks of 2", Model())))
-    journaled(servers, tmp_path, [1])
+    journaled(servers, tmp_path, [Load(1)])
     assert streamed()[:2] == before
     counts = streamed()
-    comparison, _ = journaled(servers, tmp_path, [1, 2])
+    comparison, _ = journaled(servers, tmp_path, [Load(1), Load(2)])
     passes_of_two = 2 * (2 + 10 + 2 + 2)  # with requests that warm up
     assert [b - a for a, b in zip(counts, streamed(), strict=True)] == [passes_of_two] * 3
     assert [len(comparison.by_load(draft)[0]) for draft in comparison.drafting] == [2, 2]
+
+
+def test_a_pass_at_a_rate_is_read_as_it_was_measured(fake, tmp_path):
+    servers, rate = two_servers(fake), [Load(rate=100.0)]
+    points = []
+    for _ in range(2):
+        comparison, _ = journaled(servers, tmp_path, rate)
+        points.append(comparison.by_load(comparison.drafting[0]))
+        counts = [len(server.requests) for server in servers]
+    assert points[0] == points[1]
+    journaled(servers, tmp_path, rate)
+    assert [len(server.requests) for server in servers] == counts
 
 
 def test_near_ties_that_rounding_flips_are_the_same_text(texts):

@@ -1,5 +1,6 @@
 """Steady loads: requests in flight, simulated servers, and the draft lengths that they propose."""
 
+import itertools
 import threading
 from dataclasses import replace
 
@@ -10,11 +11,22 @@ from scipy.special import stdtrit
 from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
-from eval.engines.load import Load, Request, TimedPass, load_point, passes, timed_pass
+from eval.engines.load import (
+    Load,
+    Request,
+    TimedPass,
+    Window,
+    load_point,
+    overload,
+    passes,
+    timed_pass,
+    window_of,
+)
+from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer
 from eval.measuring.intervals import StartError
 from eval.prompts import Prompt
-from eval.reporting.fields import LoadPoint
+from eval.reporting.fields import LoadPoint, Overload
 from tests.fake_vllm import Constant
 
 PROMPTS = [Prompt(str(i), prompt=f"say {i}") for i in range(40)]
@@ -31,9 +43,12 @@ def test_each_prompt_counts_and_the_edges_do_not():
 
 
 def test_requests_arrive_at_the_rate_and_at_the_same_times_for_all_servers():
-    first, second = passes(Load(rate=5.0), PROMPTS * 100, 0)
-    assert first.starts == passes(Load(rate=5.0), PROMPTS * 100, 0)[0].starts != second.starts
-    gaps = np.diff(first.starts)
+    def starts(number):
+        asked = passes(Load(rate=5.0), PROMPTS, 0)[number]
+        return [due for _, due in itertools.islice(asked.arrivals(), 4000)]
+
+    assert starts(0) == starts(0) != starts(1)
+    gaps = np.diff(starts(0))
     assert gaps.mean() == pytest.approx(0.2, rel=0.05)
     assert gaps.std() == pytest.approx(0.2, rel=0.05)  # as a Poisson process has
 
@@ -59,15 +74,18 @@ def test_a_server_gets_the_load_and_is_counted(fake, load):
     limits = {"e2el": 10_000.0, "ttft": 15.0}
     point = LoadPoint.model_validate(load_point(pairs, limits))
     bodies = [sorted(body["prompt"] for body in server.streamed) for server in (plain, drafting)]
-    assert bodies[0] == bodies[1]
+    assert load.rate or bodies[0] == bodies[1]
     # 7 steps of 20 tokens after the first one, 2 drafted tokens accepted in each
     assert point.mean_acceptance_length.mean == 3.0
-    assert point.requests == 40
+    assert point.requests == 40 or load.rate
+    assert point.requests >= 40
     assert point.goodput.requests_per_s.baseline == 0.0  # the first token comes after 20 ms
     e2e = point.e2e_ms.baseline
     assert e2e.p50 <= e2e.p95 <= e2e.p99
     for one in (one for pair in pairs for one in pair):
-        assert all(r.start >= due for r, due in zip(one.requests, one.asked.starts, strict=True))
+        if load.rate:
+            arrivals = zip(one.requests, one.asked.arrivals(), strict=False)
+            assert all(request.start >= due for request, (_, due) in arrivals)
     if load.concurrency:
         assert (plain.most_active, drafting.most_active) == (load.concurrency,) * 2
         in_flight = point.in_flight.baseline, point.in_flight.speculative
@@ -111,7 +129,8 @@ def served(asked, lengths, step, emitted):
                 times = [(time - started[number]) / length] * length
                 run = PromptRun.of(asked.prompts[number], 1, times, [[0]] * length)
                 requests[number] = Request(started[number], run)
-    return TimedPass(asked, [requests[number] for number in sorted(requests)], None)
+    window = Window(asked.edge, len(requests) - asked.edge)
+    return TimedPass(asked, [requests[number] for number in sorted(requests)], None, window)
 
 
 @pytest.mark.parametrize("concurrency", [1, 8, 32])
@@ -139,20 +158,79 @@ def test_the_speedup_at_a_load_is_unbiased(concurrency, mean):
         assert np.log(value.ci95[1] / value.mean) > 0.95 * over_starts * servers**0.5
 
 
-def test_requests_in_flight_at_a_rate_are_those_of_a_count_at_each_moment():
-    asked = passes(Load(rate=5.0), PROMPTS, 0)
+def at_rate(asked, lengths, step, emitted, count=None):
+    """The pass at a simulated server of SLOTS slots. count: requests of a pass that goes on."""
+    time, check, window = 0.0, 0.0, None
+    waiting, active, starts, seconds, firsts, prompts, runs = [], {}, [], [], {}, [], {}
+    arrivals = asked.arrivals()
+    prompt, due = next(arrivals)
+    while due < np.inf or waiting or active:
+        while due <= max(time, 0.0 if waiting or active else due) < np.inf:
+            time = max(time, due)
+            if count is None and len(starts) >= check:
+                window, check = window_of(starts, seconds, 5 * asked.batch), 1.02 * check + 1
+            if window or len(starts) == count:
+                due = np.inf
+                break
+            waiting.append(len(starts))
+            starts.append(due)
+            seconds.append(np.nan)
+            prompts.append(prompt)
+            prompt, due = next(arrivals)
+        while waiting and len(active) < SLOTS:
+            active[waiting.pop(0)] = 0
+        time += step(len(active)) if active else 0.0
+        for number in list(active):
+            firsts.setdefault(number, time - starts[number])
+            active[number] += emitted
+            if active[number] == (length := lengths[int(prompts[number].id)]):
+                del active[number]
+                seconds[number] = time - starts[number]
+                later = (seconds[number] - firsts[number]) / (length - 1)
+                times = [firsts[number], *[later] * (length - 1)]
+                runs[number] = PromptRun.of(prompts[number], 1, times, [[0]] * length)
+    requests = [Request(start, runs[number]) for number, start in enumerate(starts)]
+    return TimedPass(asked, requests, None, window or Window(400, len(requests) - 400))
 
-    def pass_of(one, seconds):
-        requests = zip(one.starts, one.prompts, strict=True)
-        times = [seconds / 2] * 2
-        runs = [Request(at, PromptRun.of(p, 1, times, [[0]] * 2)) for at, p in requests]
-        return TimedPass(one, runs, None)
 
-    both = load_point([(pass_of(one, 0.7), pass_of(one, 0.3)) for one in asked])["in_flight"]
-    for found, seconds in ((both.baseline, 0.7), (both.speculative, 0.3)):
-        counts = []
-        for one in asked:
-            starts = np.array(one.starts)
-            moments = np.arange(starts[one.edge], starts[-one.edge], 1e-3)[:, None]
-            counts += ((starts <= moments) & (moments < starts + seconds)).sum(1).tolist()
-        assert found == pytest.approx(np.mean(counts), rel=2e-3)
+SLOTS = 64
+
+
+@pytest.mark.parametrize(
+    ("rate", "overloaded"),
+    [(1, []), (4, []), (6, []), (8, ["draft"]), (16, ["target", "draft"])],
+)
+def test_numbers_at_a_rate_are_those_of_4000_requests(rate, overloaded):
+    """Capacities are 10.5 and 6.9 requests per second."""
+    prompts = [Prompt(str(i), prompt="x") for i in range(600)]
+    lengths = [2 * int(6 + min(60, x)) for x in np.random.default_rng(5).exponential(28, 600)]
+
+    def pair(asked, count=None):
+        return (
+            at_rate(asked, lengths, lambda k: 0.040 + 0.001 * k, 1, count),
+            at_rate(asked, lengths, lambda k: 0.060 + 0.004 * k, 2, count),
+        )
+
+    pairs = [pair(asked) for asked in passes(Load(rate=rate), prompts, 1)]
+    truth = [pair(passes(Load(rate=rate), prompts, 99)[0], 4000)]
+    over, limits = overload(pairs), {"ttft": 500.0, "e2el": 6000.0}
+    assert (over["servers"] if over else []) == overloaded
+    assert over is None or Overload.model_validate(over)
+    said, true = load_point(pairs, limits), load_point(truth, limits)
+    for field in ("requests_per_s", "tokens_per_s"):
+        for side in ("baseline", "speculative"):
+            values = [getattr((over or said)[field], side), getattr(true[field], side)]
+            values = [v if isinstance(v, float) else v.mean for v in values]
+            assert values[0] == pytest.approx(values[1], rel=0.03)
+    if not overloaded:
+        assert said["speedup"].mean == pytest.approx(true["speedup"].mean, rel=0.03)
+        good = [point["goodput"]["requests_per_s"] for point in (said, true)]
+        assert good[0].baseline == pytest.approx(good[1].baseline, rel=0.03)
+        assert good[0].speculative == pytest.approx(good[1].speculative, rel=0.03)
+        LoadPoint.model_validate(said)
+
+
+def test_a_request_that_fails_at_a_rate_ends_the_pass(fake):
+    asked = passes(Load(rate=200.0), PROMPTS, 0)[0]
+    with pytest.raises(ServerError, match="400"):
+        timed_pass(VllmServer(fake(1, refused="say 3").url), asked, DECODING)

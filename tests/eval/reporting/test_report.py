@@ -17,7 +17,7 @@ from eval.measuring.intervals import Both
 from eval.measuring.metrics import Percentiles
 from eval.measuring.sampled_check import SampledCheck
 from eval.reporting.build import build_report, compared
-from eval.reporting.fields import LoadPoint, ReportError, checked, read_report
+from eval.reporting.fields import LoadPoint, Overload, ReportError, checked, read_report
 from eval.reporting.files import write_report
 from eval.reporting.page import render_page, waterfall
 from eval.reporting.recommendation import draft_lengths, recommended
@@ -527,6 +527,15 @@ def test_what_a_user_loses_is_said(by_load):
     assert codes(report) == ["first-token-later", "fewer-good"]
     for text in ("2 ms instead of 1 at 2 requests/s", "1.50 instead of 1.90 at 2 requests/s"):
         assert text in verdict(report)
+
+
+def test_an_overload_is_warned_about(by_load):
+    report = by_load({"mine": {1: (1.5, 2.0)}})
+    done = Both(baseline=7.0, speculative=5.0)
+    report.drafts["mine"].overloads = [
+        Overload(request_rate=8, servers=["draft"], requests_per_s=done, tokens_per_s=done)
+    ]
+    assert "overload" in {warning.code for warning in find_warnings(report)}
 
 
 def test_a_draft_that_slows_a_load_down_is_warned_about(by_load):
