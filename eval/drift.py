@@ -25,18 +25,7 @@ from typing import Any
 
 from align.errors import UserError
 from align.files import atomic_file
-from eval.engines.counters import (
-    LINE,
-    PREFIXES,
-    SEVERAL,
-    STARTED,
-    CountersError,
-    continues,
-    growth,
-    read_prometheus,
-    read_series,
-    total,
-)
+from eval.engines import counters
 from eval.engines.server import Server, ServerError
 from eval.measuring.runs import Speculation
 from eval.monitoring import write_monitoring
@@ -70,7 +59,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     source.add_argument("--monitoring", type=Path, metavar="FOLDER", help=files)
     add("--selector", default="", help="of the servers in Prometheus, as '{job=\"vllm\"}'")
     of_prefix = "of the counters' names in Prometheus; default: as found, for --monitoring vllm:"
-    add("--prefix", choices=PREFIXES, help=of_prefix)
+    add("--prefix", choices=counters.PREFIXES, help=of_prefix)
     add("--hours", type=int, default=1, help="window in Prometheus; default: %(default)s")
     since = "an earlier reading: only later counts are compared. It is updated, or created"
     add("--since", type=Path, metavar="FILE", help=since)
@@ -98,9 +87,9 @@ def _from_prometheus(args: argparse.Namespace) -> tuple[Speculation | None, str,
             raise ReportError(f"{args.since} holds no time; delete the file to start anew.")
         since = int(earlier)
     window = f"{max(until - since, 1)}s"
-    prefixes = [args.prefix] if args.prefix else PREFIXES
-    series = read_prometheus(args.prometheus, window, args.selector, until, prefixes)
-    return total(series), f"{until}\n", f"{since}\n"
+    prefixes = [args.prefix] if args.prefix else counters.PREFIXES
+    series = counters.read_prometheus(args.prometheus, window, args.selector, until, prefixes)
+    return counters.total(series), f"{until}\n", f"{since}\n"
 
 
 def _from_metrics(args: argparse.Namespace) -> tuple[Speculation | None, str, str]:
@@ -110,23 +99,23 @@ def _from_metrics(args: argparse.Namespace) -> tuple[Speculation | None, str, st
         pages = [Server(address).text("/metrics") for _ in range(READINGS)]  # new connections
     else:
         pages = [_read(Path(args.metrics))]
-    readings = [read_series(page) for page in pages]
-    if not all(map(continues, readings, readings[1:])):
-        raise CountersError(SEVERAL)
+    readings = [counters.read_series(page) for page in pages]
+    if not all(map(counters.continues, readings, readings[1:])):
+        raise counters.CountersError(counters.SEVERAL)
     series = readings[-1]
-    if total(series) and args.since and is_server and STARTED not in series:
-        raise CountersError(
+    if counters.total(series) and args.since and is_server and counters.STARTED not in series:
+        raise counters.CountersError(
             f"{address} does not name its process (no process_start_time_seconds, as with data "
             "parallelism), so nothing shows that the earlier reading is of the same one. Give "
             "--prometheus, or leave out --since."
         )
-    if total(series) and args.since and (args.since.exists() or not is_server):
-        earlier = read_series(_read(args.since))
-        if total(earlier) is None:
+    if counters.total(series) and args.since and (args.since.exists() or not is_server):
+        earlier = counters.read_series(_read(args.since))
+        if counters.total(earlier) is None:
             raise ReportError(f"{args.since} holds no counters; delete the file to start anew.")
-        series = growth(earlier, series)
-    lines = (f"{line[0]}\n" for line in LINE.finditer(pages[-1]))
-    return total(series), "".join(lines) if is_server else "", ""
+        series = counters.growth(earlier, series)
+    lines = (f"{line[0]}\n" for line in counters.LINE.finditer(pages[-1]))
+    return counters.total(series), "".join(lines) if is_server else "", ""
 
 
 def check_traffic(promised: Sequence[Estimate], args: argparse.Namespace) -> dict[str, Any]:
@@ -223,7 +212,7 @@ def main(argv: list[str]) -> int:
         if args.monitoring:
             title = f"{name} on {report.target_named}"
             written = args.monitoring, title, promised, args.selector, args.hours
-            write_monitoring(*written, args.prefix or PREFIXES[0])
+            write_monitoring(*written, args.prefix or counters.PREFIXES[0])
             return AS_MEASURED
         result = check_traffic(promised, args)
         result["assumed"] = f"{measured_in(report)}, temperature {report.decoding.temperature:g}"

@@ -1,7 +1,7 @@
 """Prompts for code: the documented functions of Python's standard library.
 
 They are kept as a file, so that every Python trains on the same prompts. They were taken from
-CPython 3.11.7 (copyright Python Software Foundation, PSF License Version 2).
+CPython 3.11.7 (stdlib-functions.LICENSE).
 """
 
 from __future__ import annotations
