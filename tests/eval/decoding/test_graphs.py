@@ -20,7 +20,9 @@ from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import Target
 from eval.decoding.transformers_forward import TransformersDecoder
 from eval.decoding.verification import Sampling
+from eval.measuring import losslessness
 from eval.measuring.evaluation import Plan, evaluate
+from eval.measuring.losslessness import LosslessCheck
 from eval.measuring.output_check import Ledger
 from eval.measuring.timing import Contender, decode_in_turns, step_costs
 from eval.prompts import Prompt, PromptSet
@@ -182,6 +184,29 @@ def test_nothing_is_recorded_within_a_timed_text(tiny, pair, monkeypatch, journa
     decoded = decode_in_turns(target, contenders, prompts, journal)
     assert len(made) > 10
     assert all(run.seconds < 1000 for runs in decoded for run in runs)
+
+
+def test_a_graph_that_is_wrong_in_an_early_bucket_is_a_mismatch(tiny, pair, monkeypatch):
+    """Outputs without and with a draft are equally wrong; later graphs are right."""
+    monkeypatch.setattr(losslessness, "BUCKET", 32)
+
+    def early(run, inputs):
+        replay = Replayed()(run, inputs)
+
+        def changed():
+            logits, *states = replay()
+            return [logits.roll(1, -1) if int(inputs[1]) < 32 else logits, *states]
+
+        return changed
+
+    target = Target("tiny", tiny(0), None, GraphedDecoder(pair[0], early), frozenset())
+    how, prompt = Decoding(Sampling(), frozenset(), 60), Prompt("p", prompt="unused")
+    run = decode(target.decoder, None, prompt, IDS, how)
+    check, prompts = LosslessCheck(target, how, str), PromptSet("made up", [prompt], [IDS])
+    none = SimpleNamespace(layers=())
+    (entry,) = check.ledger(none, 0, prompts, [run], [run])["divergences"]
+    assert not entry["tie"]
+    assert entry["position"] == 32 - len(IDS)  # the last step of the first bucket
 
 
 @pytest.mark.parametrize("build", ["graphed", "Transformers"])

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from eval.decoding import loop
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters.drafter import Proposal
+from eval.decoding.drafters.drafter import Proposal, no_draft
 from eval.decoding.loop import Decoding, _emit, decode
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
@@ -55,6 +56,22 @@ def test_copied_tokens_behind_the_end_of_a_text_are_not_counted(target):
     assert run.tokens == tokens[: end + 1]
     assert end % 4 not in (0, 3)  # it is copied, and another token behind it
     assert run.free[-1] == run.drafted[-1] == end % 4
+
+
+def test_the_first_token_comes_after_the_draft_has_read_the_prompt(target, monkeypatch):
+    """As a server's does."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    nothing = no_draft(target.device)
+    session = SimpleNamespace(propose=lambda _: nothing, commit=lambda *_: None)
+
+    def start(text):
+        clock.now += 5
+        return session
+
+    reading = SimpleNamespace(layers=(), start=start)
+    run = decode(target, reading, PROMPT, IDS, Decoding(Sampling(), NEVER, 3))
+    assert (run.prefill_seconds, run.block_seconds) == (5, [0, 0])
 
 
 def test_only_a_last_step_that_had_room_for_fewer_is_left_out(target, adversary, drafter):

@@ -149,6 +149,7 @@ def test_the_time_is_kept_by_groups_which_are_the_samples_of_intervals(
     draft = report.drafts["draft"]
     assert draft.alpha.n == report.prompts.n == answered
     assert draft.alpha.clusters >= draft.speedup.clusters == clusters
+    assert report.answers.copy_share.either.clusters == draft.alpha.clusters
     assert (draft.speedup.ci95 is None) == (clusters < 10)
 
 
