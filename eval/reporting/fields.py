@@ -120,6 +120,11 @@ class Overload(Part):
     requests_per_s: Both[Quantity] = Field(description="completed")
     tokens_per_s: Both[Quantity] = Field(description="of completed requests")
 
+    @property
+    def load(self) -> Load:
+        """The rate as a load."""
+        return Load(self.request_rate, 0)
+
 
 class Counters(Part):
     """Counts of speculation by a server, as the server defines them."""

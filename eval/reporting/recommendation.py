@@ -28,8 +28,9 @@ class Recommendation(NamedTuple):
     """A draft as one server can serve it.
 
     served: its name in the report, by the loads at which it is shown to be faster than the target
-    alone. off: the loads at which its schedule switches it off. slow: the other loads. schedule:
-    vLLM's num_speculative_tokens_per_batch_size; empty for one length at all loads.
+    alone. off: the loads at which its schedule switches it off. slow: the other loads, without
+    rates that overload the target alone and not the draft's server. schedule: vLLM's
+    num_speculative_tokens_per_batch_size; empty for one length at all loads.
     """
 
     served: dict[Load, str]
@@ -114,17 +115,20 @@ def scheduled(command: Sequence[str], schedule: Schedule) -> list[str]:
 def _configurations(report: Report, names: Sequence[str]) -> Iterator[Recommendation]:
     """What one server can serve of a draft. names: in the report, of its lengths."""
     drafts = {name: report.drafts[name] for name in names}
+    overloads = {o.load for draft in report.drafts.values() for o in draft.overloads}
+    kept_up = {o.load for d in drafts.values() for o in d.overloads if "draft" not in o.servers}
+    loads = sorted({*loads_of(report), *overloads} - kept_up)
     schedule: Schedule = []
     if report.engine == "vllm" and all(d.gamma and d.path != UNSCHEDULED for d in drafts.values()):
         schedule = draft_lengths([*drafts.values()])
     if not schedule:
         for name, draft in drafts.items():
             gains = [load for load in draft.speedup_by_load if _bound(report, name, load) > 1]
-            losses = [load for load in loads_of(report) if load not in gains]
+            losses = [load for load in loads if load not in gains]
             yield Recommendation(dict.fromkeys(gains, name), [], losses, [])
         return
     served, off, slow = dict[Load, str](), list[Load](), list[Load]()
-    for load in loads_of(report):
+    for load in loads:
         lengths = {
             name: _length(schedule, load, draft)
             for name, draft in drafts.items()

@@ -128,7 +128,7 @@ def verdict(report: Report) -> str:
             )
         at = f" {together(loads)}" if loads[1:] else ""
         return f"{start}No draft is shown to be faster than the target alone{at} in {engine}."
-    if loads[1:]:
+    if loads[1:] or found.slow:
         return f"{start}{_by_load(report, found)} Higher loads: not measured. Measured in {engine}."
     name = found.served[ONE_AT_A_TIME]
     draft = report.drafts[name]

@@ -492,6 +492,21 @@ def test_rates_decide_too(by_load):
     assert ([load.rate for load in found.slow], found.schedule) == ([5], [])
 
 
+def test_a_rate_that_overloads_a_draft_s_server_is_one_at_which_it_is_slow(by_load):
+    """Mutant: a rate without a speed-up is passed over. One that only the draft keeps up with is
+    no loss.
+    """
+    report = by_load({"mine": {1: (1.5, 2.0)}, "other": {1: (1.1, 1.2), (8, 9.5): (1.1, 1.2)}})
+    done = {"baseline": 5.0, "speculative": 4.0}
+    both = {"request_rate": 8, "requests_per_s": done, "tokens_per_s": done}
+    for servers, name in ((["draft"], "other"), (["target"], "mine")):
+        report.drafts["mine"].overloads = [both | {"servers": servers}]
+        assert served(checked(report))[1] == name
+    alone = by_load({"mine": {1: (1.5, 2.0)}})
+    alone.drafts["mine"].overloads = [both | {"servers": ["draft", "target"]}]
+    assert "8 requests/s" in verdict(checked(alone))
+
+
 def test_n_gram_speculation_is_served_unless_a_draft_is_shown_to_be_faster(by_load):
     drafts = {"lookup": {1: (1.1, 1.4), 4: (1.12, 1.2)}, "tuned": {1: (1.3, 1.5), 4: (1.14, 1.3)}}
     report = by_load(drafts, lookup="prompt-lookup")
