@@ -431,7 +431,7 @@ def _measure_in_engine(args: argparse.Namespace, journal: Journal) -> Report:
         evaluation = _prompts_of_gguf(args, error)
     else:
         evaluation, _ = _prompt_sets(args, tokenizer, config)
-    prompts = evaluation.drawn(args.speed_prompts, args.seed)  # the reference decoder's prompts
+    prompts = evaluation.drawn(args.speed_prompts, args.seed)  # as the reference decoder draws them
     drafts, made_by = _by_name(args.draft), _made_by(args)
     if args.engine in SERVED:
         task = Task(prompts, decoding_of(args), made_by, args.loads, args.goodput, journal)

@@ -56,8 +56,8 @@ def build_decoder(
     views. context_length: the most positions of a row (prompt and output). embedding: a tensor
     that equals the model's input embedding and is read instead (a pruned draft reads its target's).
     int8: for drafts only, because the logits change: the fused forward copies layers and head in
-    int8 where a kernel fits their shapes. Raises UserError for a context that is too long, and for
-    a model that cannot be decoded.
+    int8 if the kernel can read their sizes (multiples of 16). Raises UserError for a context that
+    is too long, and for a model that cannot be decoded.
     """
     config = model.config.get_text_config()
     longest = longest_context(config)

@@ -65,6 +65,7 @@ class StatefulCache(KVCache):
     ended: list[int]
 
     def bytes_per_token(self) -> int:
+        # as in engines, which keep no inputs of layers with states
         attention = [n for n in range(len(self.keys)) if n not in self.after]
         return sum(held[n][0, :, 0].nbytes for held in (self.keys, self.values) for n in attention)
 

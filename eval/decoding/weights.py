@@ -26,11 +26,6 @@ PIECE = 2**20  # values of a weight that are converted at once; they fit into a 
 _MADV_DONTNEED = 4  # Linux' mman.h
 
 
-def _pieces(weight: Tensor) -> Sequence[Tensor]:
-    """A weight [O, I] in pieces of about PIECE values, whole rows each."""
-    return weight.split(max(1, PIECE // weight.shape[1]))
-
-
 class Int8Weight(NamedTuple):
     """A weight [O, I] in int8: weight = values [O, I] * scales [O], a scale per row."""
 
@@ -41,7 +36,8 @@ class Int8Weight(NamedTuple):
     def of(cls, *weights: Tensor) -> Int8Weight:
         """The weights joined along O; each row is rounded to 255 levels up to its largest value."""
         values, scales = [], []
-        for rows in (rows for weight in weights for rows in _pieces(weight)):
+        pieces = (weight.split(max(1, PIECE // weight.shape[1])) for weight in weights)
+        for rows in itertools.chain.from_iterable(pieces):
             largest = rows.abs().amax(1).clamp_min(torch.finfo(rows.dtype).tiny)
             scales.append((largest / 127).to(rows.dtype))
             rounded = (rows.float() / scales[-1][:, None].float()).round_()
