@@ -291,7 +291,14 @@ def _yaml() -> YAML:
     yaml: Any = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False
+    yaml.representer.add_representer(str, _quoted)
     return yaml
+
+
+def _quoted(representer: Any, text: str) -> Any:
+    """The text as YAML; U+0085 only within ", where it is escaped, else it is read as a space."""
+    style = '"' if "\x85" in text else None
+    return representer.represent_scalar("tag:yaml.org,2002:str", text, style)
 
 
 def yaml_text(value: Any) -> str:

@@ -19,6 +19,7 @@ from distill.recipe import (
     dump,
     find_recipe,
     load_recipe,
+    read_yaml,
     recipe_files,
     yaml_text,
 )
@@ -142,6 +143,13 @@ def test_text_that_looks_like_something_else_survives_the_dump(loaded):
         assert recipe.domain == text
         again = dump(recipe).partition("\nname")[2]
         assert loaded("name" + again) == recipe
+
+
+@pytest.mark.parametrize("end", ["\x85", "\u2028", "\u2029", "\v", "\f", "\x1c", "\r", "\r\n"])
+def test_a_line_separator_of_unicode_survives_the_dump(end, tmp_path):
+    values = {"instruction": f"Write it.{end}{{prompt}}", "domain": f"{end}a\n" * 30}
+    (tmp_path / "recipe.yaml").write_text(yaml_text(values), encoding="utf-8", newline="")
+    assert read_yaml(tmp_path / "recipe.yaml") == values
 
 
 @pytest.mark.parametrize(
