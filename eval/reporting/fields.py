@@ -56,11 +56,6 @@ class Goodput(Part):
     limits_ms: dict[str, Quantity]
     requests_per_s: Both[Quantity]
 
-    @property
-    def lost(self) -> bool:
-        """Whether fewer requests per second are good with the draft."""
-        return self.requests_per_s.speculative < self.requests_per_s.baseline
-
 
 class Load(NamedTuple):
     """New requests at a rate, or (rate 0) requests in flight; loads sort by their size."""

@@ -128,9 +128,10 @@ def _about_draft(draft: DraftReport) -> Iterator[tuple[str, str]]:
         yield "no-effect", "the interval of the speed-up contains 1x, so no effect is shown."
     if later := first_tokens(draft):
         yield "first-token-later", f"the first token comes later: {at_loads(later)}."
-    lost = [point.load for point in draft.by_load if point.goodput and point.goodput.lost]
+    goods = [(point.load, point.goodput.requests_per_s) for point in draft.by_load if point.goodput]
+    lost = [load for load, good in goods if good.speculative < good.baseline]
     if lost:
-        fewer = {load: text for load, text in good_requests(draft).items() if load in lost}
+        fewer = {load: good_requests(draft)[load] for load in lost}
         yield "fewer-good", f"fewer requests/s are within the limits: {at_loads(fewer)}."
     efficiency = draft.decode_efficiency
     if efficiency and efficiency.mean < USUAL_EFFICIENCY[0]:
