@@ -148,7 +148,8 @@ class Request:
             ) from None
         if completion.model != self.model:
             raise ServerError(
-                f"it comes from model {completion.model!r}; name the target with answer_model"
+                f"it comes from model {completion.model!r}, not from {self.model!r}; if this is "
+                "the target, name it with answer_model"
             )
         choice = completion.choices[0]
         if choice.prompt_token_ids != prompt:
@@ -250,18 +251,23 @@ def served_store(
 def _served_model(server: Server) -> dict[str, str]:
     """The store's key, from the server's model list. Raises ServerError for another model."""
     models = {model["id"]: model for model in server.models}
-    ambiguous = server.asked_model is None and len(models) > 1
-    if ambiguous or server.model not in models:
+    if len(models) > 1 and server.asked_model not in models:
         raise ServerError(
             f"{server.url} serves {', '.join(models)}, and answer_model is "
             f"{server.asked_model!r}; name one of them."
         )
-    root = models[server.model].get("root") or "not told"
+    root = models[listed_name(server)].get("root") or "not told"
     return {
         "target weights": f"served as {server.model}, root {root}",
         "served model": server.model,
         "dtype": "of the server",
     }
+
+
+def listed_name(server: Server) -> str:
+    """The model's name in requests. A gateway may give its only model another one in responses."""
+    names = [model["id"] for model in server.models]
+    return server.model if server.model in names else str(names[0])
 
 
 @dataclass
@@ -335,6 +341,7 @@ class ServedTarget(AnsweringTarget):
         self, body: dict[str, Any], about: str, read: Callable[[Any], CachedAnswer]
     ) -> CachedAnswer:
         """What `read` makes of the response to this request; its ServerError names the response."""
+        body |= {"model": listed_name(self.server)}
         sent = self.server.ask("/v1/completions", body, about)
         try:
             return read(sent)
