@@ -52,7 +52,7 @@ WARM_UP = 16  # tokens of outputs that are not timed
 STARTS = 2  # most starts of a server in a visit; the second one after a failure
 FAILED_SHARE = 0.2  # a server that fails at a larger share of the prompts is given up
 OUTPUTS, AGAIN, JUDGE, TIMED = "outputs", "again", "judge", "passes"
-DIVERGENCES, FAILED = "divergences", "failed"
+DIVERGENCES, LOGPROBS, FAILED = "divergences", "logprobs", "failed"
 Work = tuple[str, int]  # a task: its stage, and the number of its prompt or pass
 
 
@@ -96,6 +96,7 @@ NOTED: dict[str, TypeAdapter[Any]] = {
     AGAIN: TypeAdapter(PromptRun),
     TIMED: TypeAdapter(tuple[Noted, list[Request], Speculation | None, Window]),
     DIVERGENCES: TypeAdapter(dict[str, Any]),
+    LOGPROBS: TypeAdapter(float),
     FAILED: TypeAdapter(str),
 }
 
@@ -131,10 +132,10 @@ class Contender:
     running: returns a context in which the engine runs. name: the draft's; "" for the baseline.
     facts: fields of the draft's report that are known in advance, and `missing` as in DraftLog.
     identity: JSON that changes with the engine and its draft, whose results a journal keeps.
-    outputs, again, divergences: by number of the prompt; `again` has the outputs of a second start,
-    divergences are judged ones. passes: by number of the pass. failed: prompts at which a running
-    engine failed, with the reason. failed_tasks: other tasks, with the reason. gone: why the first
-    visit that ended early did so, or "".
+    outputs, again, divergences, logprobs: by number of the prompt; `again` has the outputs of a
+    second start, divergences are judged ones, logprobs are of sampled outputs. passes: by number of
+    the pass. failed: prompts at which a running engine failed, with the reason. failed_tasks: other
+    tasks, with the reason. gone: why the first visit that ended early did so, or "".
     """
 
     running: Callable[[], AbstractContextManager[Engine]]
@@ -145,6 +146,7 @@ class Contender:
     again: dict[int, PromptRun] = field(default_factory=dict)
     passes: dict[int, TimedPass] = field(default_factory=dict)
     divergences: dict[int, dict[str, Any]] = field(default_factory=dict)
+    logprobs: dict[int, float] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     failed_tasks: dict[Work, str] = field(default_factory=dict)
     gone: str = ""
@@ -334,6 +336,9 @@ class Comparison:
             "prompts": sum(self._comparable(contender, i) for i in pairs),
             "divergences": self.divergent(contender),
         }
+        for side in (self.baseline, contender):
+            for i, logprob in side.logprobs.items():
+                side.outputs[i].timed.run.logprob = logprob
         starts = self.starts()
         twice = {*pairs} <= self.baseline.again.keys() & contender.again.keys()
         by_load, overloads, no_load = self.by_load(contender)
@@ -342,7 +347,7 @@ class Comparison:
         missing |= {"sampled_check": self.unread} if self.unread else {}
         if len(pairs) + len(self.left_out) < len(self.prompts.prompts):
             reasons = [*self.failures(self.baseline), *self.failures(contender)]
-            missing |= {"prompts": "; ".join(reasons)}
+            missing |= {"prompts": "; ".join(reasons) or "another server failed at them"}
         return DraftLog(
             name=contender.name,
             about=about | {"lossless": lossless, "by_load": by_load, "overloads": overloads},
@@ -374,7 +379,7 @@ class Comparison:
             raise ServerError(failures or next(iter(self.left_out.values())))
         used = {run.prompt_id for log in logs for run in log.runs}
         prompts = [prompt for prompt in self.prompts.prompts if prompt.id in used]
-        outputs = self.baseline.outputs.values()
+        outputs = [o for o in self.baseline.outputs.values() if o.timed.run.prompt_id in used]
         decoding = decoding_facts(
             self.decoding,
             [output.timed.ended for output in outputs],
@@ -401,9 +406,10 @@ class Comparison:
 
     def _visit(self, contender: Contender, visit: Visit, bar: tqdm) -> None:
         """Do the open tasks of the visit; after a failure of the engine, start it once more."""
+        gone, task = "", None
         for _ in range(visit.starts):
             if not any(self._open(contender, *task) for task in visit.tasks):
-                return
+                break
             task, warm = None, set[Load]()
             try:
                 with contender.running() as engine:
@@ -418,9 +424,10 @@ class Comparison:
                     contender.failed[task[1]] = gone
                 elif task:
                     contender.failed_tasks[task] = gone
-        contender.gone = contender.gone or gone
-        if visit.prompts and (not task or task[0] == OUTPUTS):
-            contender.failed.clear()  # an engine that is given up leaves out no prompts
+        if gone:
+            contender.gone = contender.gone or gone
+            if visit.prompts and (not task or task[0] == OUTPUTS):
+                contender.failed.clear()  # an engine that is given up leaves out no prompts
 
     def _open(self, contender: Contender, stage: str, number: int) -> bool:
         """Whether the task is neither done nor failed, and of use for a comparison."""
@@ -480,11 +487,8 @@ class Comparison:
                 self._keep(contender, FAILED, number, str(error))
             else:
                 contender.failed_tasks[stage, number] = str(failure)
-            again = [task for task in contender.failed_tasks if task[0] == AGAIN]
-            if len(contender.failed) + len(again) > self.most_failures and stage in (
-                OUTPUTS,
-                AGAIN,
-            ):
+            prompts = len(contender.failed) + sum(s == AGAIN for s, _ in contender.failed_tasks)
+            if stage in (OUTPUTS, AGAIN) and prompts > self.most_failures:
                 raise failure from None
 
     def _pass(self, number: int) -> Pass:
@@ -520,12 +524,12 @@ class Comparison:
         return plain.prompt_ids == with_draft.prompt_ids
 
     def _judge(self, engine: Engine) -> None:
-        for output in self._unread():
-            logprob = engine.logprob(output)
+        for contender, number in self._unread():
+            logprob = engine.logprob(contender.outputs[number].timed)
             if isinstance(logprob, str):
                 self.unread = logprob
                 break
-            output.run.logprob = logprob
+            self._keep(contender, LOGPROBS, number, logprob)
         for contender in self.drafting:
             for i, entry in self._divergences(contender).items():
                 if not entry["judged"]:
@@ -597,9 +601,9 @@ class Comparison:
         about += [settings, [asdict(self.prompts.prompts[i]) for i in prompts]]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 
-    def _unread(self) -> list[Output]:
-        """The sampled outputs whose log-probabilities are not known yet."""
+    def _unread(self) -> list[tuple[Contender, int]]:
+        """The sampled outputs whose log-probabilities are not known yet, by number."""
         if self.decoding.sampling.greedy:
             return []
-        outputs = [o.timed for c in (self.baseline, *self.drafting) for o in c.outputs.values()]
-        return [output for output in outputs if output.run.logprob is None]
+        contenders = [self.baseline, *self.drafting]
+        return [(c, i) for c in contenders for i in c.outputs if i not in c.logprobs]

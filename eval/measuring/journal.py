@@ -79,7 +79,8 @@ class Journal(AbstractContextManager["Journal"]):
                 kept.append(_line([stage, number, value]))
         self.resumed = bool(self.results)
         if self.resumed:
-            print(f"Earlier results of the same work are used: {self.progress()}.", file=sys.stderr)
+            text = "Earlier results are used where nothing has changed"
+            print(f"{text}: {self.progress()}.", file=sys.stderr)
         with atomic_file(self.path) as file:
             file.writelines(kept)
 

@@ -123,6 +123,7 @@ def test_each_turn_follows_the_servers_own_outputs(fake, order, times):
         (take_turns, 1, 2, [[0, 1], [0, 1, 2, 3]]),  # a draft's failure is its own
         (take_turns, 0, 2, [[0, 1], [0, 1]]),  # without the baseline nothing is compared
         (there_and_back, 1, 1, [[0], [0, 1, 2, 3]]),
+        (there_and_back, 1, 2, [[0, 1], [0, 1, 2, 3]]),  # at the last two
         (there_and_back, 0, 1, [[0], [0]]),
         (there_and_back, 0, 3, [[0, 1, 2], [0, 1, 2]]),
         (there_and_back, 0, 6, [[0, 1, 2, 3], [0, 1, 2, 3]]),  # its second start

@@ -162,7 +162,7 @@ LOADS = [Load(1), Load(2)]
 STAGES = ["start", "decode", "explain", "pass"]
 
 
-def journaled(servers, path, loads=LOADS, dies_at=None):
+def journaled(servers, path, loads=LOADS, dies_at=None, temperature=0.0):
     """The comparison of started servers, with its journal; the asked requests of each stage.
 
     dies_at: stage and number of the event at which the process is killed, before it asks.
@@ -198,7 +198,7 @@ def journaled(servers, path, loads=LOADS, dies_at=None):
         for name, server in zip(names, servers, strict=True)
     ]
     journal = Journal(path / "measured.jsonl")
-    task = Task(PromptSet("", PROMPTS, []), decoding(), {}, list(loads), None, journal)
+    task = Task(PromptSet("", PROMPTS, []), decoding(temperature), {}, list(loads), None, journal)
     comparison = Comparison(contenders, task)
     with patch("eval.engines.comparison.timed_pass", timed):
         comparison.run(there_and_back)
@@ -258,6 +258,18 @@ def test_an_added_contender_or_load_costs_only_itself(fake, tmp_path):
     passes_of_two = 2 * (2 + 10 + 2 + 2)  # with requests that warm up
     assert [b - a for a, b in zip(counts, streamed(), strict=True)] == [passes_of_two] * 3
     assert [len(comparison.by_load(draft)[0]) for draft in comparison.drafting] == [2, 2]
+
+
+def test_sampled_outputs_are_read_once(fake, tmp_path):
+    servers = two_servers(fake)
+    comparison, _ = journaled(servers, tmp_path, [], temperature=0.7)
+    before = asked(servers)
+    again, events = journaled(servers, tmp_path, [], temperature=0.7)
+    assert asked(servers) == before
+    assert events["start"] == 0
+    for one, other in zip(comparison.drafting, again.drafting, strict=True):
+        assert one.logprobs == other.logprobs
+        assert len(one.logprobs) == len(PROMPTS)
 
 
 def test_a_pass_at_a_rate_is_read_as_it_was_measured(fake, tmp_path):
