@@ -335,7 +335,7 @@ def test_a_fault_that_stays_loses_nothing(stand_in, served, asked, whole, change
 def test_a_gateway_answers_under_another_name(stand_in, served, asked, whole):
     """It lists one model, takes requests under this name, and gives another in its responses."""
     server = stand_in(mangle=lambda sent: sent.update(model="org/another"))
-    with pytest.raises(ServerError, match="org/another.*answer_model"):
+    with pytest.raises(ServerError, match=r"org/another.*answer_model"):
         asked(served(server))
     assert contents(all_of(asked(served(server, "named", answer_model="org/another")))) == whole
 
