@@ -546,17 +546,14 @@ def _row_of(prompt: Prompt) -> dict[str, Any]:
 def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The token ids of one prompt; no BOS is added to messages, because the template writes it.
 
-    A prompt that begins with the BOS gets no second one. Raises PromptError if the tokenizer's
-    template cannot render the prompt completely.
+    Raises PromptError if the tokenizer's template cannot render the prompt completely.
     """
     if prompt.messages is None:
         if prompt.tools:
             raise PromptError(
                 f"Prompt {prompt.id!r} has `tools`, but it is completed raw; give `messages`."
             )
-        ids = list(tokenizer(prompt.prompt)["input_ids"])
-        twice = ids[:2] == [tokenizer.bos_token_id] * 2  # the text was rendered before
-        return ids[1:] if twice else ids
+        return list(tokenizer(prompt.prompt)["input_ids"])
     refuse_without_template(prompt, tokenizer.chat_template)
     try:
         template = tokenizer.get_chat_template(tools=prompt.tools)
@@ -743,6 +740,7 @@ def render_set(
 ) -> PromptSet:
     """The prompts with their token ids. Prints how many prompts were dropped or cut.
 
+    A prompt that begins with the BOS loses it if the tokenizer writes one.
     max_prompt_length: in tokens; None: context_length - max_new_tokens. long_prompts: the treatment
     of longer prompts. vocab_size: entries of the target's embedding. Raises PromptError for a
     longer prompt if long_prompts is "error", for a prompt without tokens or with one that has no
@@ -761,6 +759,9 @@ def render_set(
     longer = 0
     for prompt in prompts:
         ids = render(prompt, tokenizer)
+        if prompt.prompt and ids[:2] == [tokenizer.bos_token_id] * 2:  # it was rendered before
+            ids = ids[1:]  # servers get the text, and write a BOS, too
+            prompt = replace(prompt, prompt=prompt.prompt.removeprefix(str(tokenizer.bos_token)))
         if not ids:
             raise PromptError(f"Prompt {prompt.id!r} renders to no tokens; remove it.")
         if max(ids) >= vocab_size:

@@ -565,10 +565,12 @@ def test_templates_by_name_without_a_default_are_named(tokenizer):
 
 def test_a_text_that_was_rendered_before_has_one_bos(tokenizer):
     """Mutant: the tokenizer puts another one before it."""
-    assert render(Prompt("a", "<s> user select"), tokenizer) == [0, 2, 5]
-    assert render(Prompt("a", "user select"), tokenizer) == [0, 2, 5]
+    prompts = [Prompt("a", "<s> user select"), Prompt("b", "user select")]
+    rendered = render_set("made up", prompts, tokenizer, 20, 4)
+    assert rendered.ids == [[0, 2, 5]] * 2
+    assert [prompt.prompt for prompt in rendered.prompts] == [" user select", "user select"]
     tokenizer.bos_token = None
-    assert render(Prompt("a", "select"), tokenizer) == [0, 5]
+    assert render_set("made up", prompts, tokenizer, 20, 4).ids == [[0, 0, 2, 5], [0, 2, 5]]
 
 
 def test_the_first_of_drawn_prompts_are_drawn_too():
