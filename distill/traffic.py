@@ -13,7 +13,7 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,9 +99,8 @@ def usable(
     day, and most rows before it. left_out: what is dropped, to which these rows are added.
     """
     near = NearDuplicates(prompt.text for prompt in evaluated)
-    dropped = left_out.counts
     kept: list[Row] = []
-    counts: Counter[bool] = Counter()
+    dropped, counts = left_out.counts, Counter[bool]()
     different = {digest(row): row for row in rows}.values()
     for row in sorted(different, key=lambda row: row["time"], reverse=True):
         of_newest_day = not kept or row["time"] > kept[0]["time"] - DAY
@@ -155,7 +154,7 @@ def split(
     kept: Sequence[Row],
     run_rows: Sequence[Row],
     since: float,
-    trained: Collection[str],
+    trained: Iterable[str],
     old_share: float,
 ) -> Split:
     """The rows to train and to test on. kept: newest first.
@@ -165,25 +164,21 @@ def split(
     The test is the newest day, or more days until there are FEWEST_CLUSTERS rows.
     """
     newest = kept[0]["time"] if kept else since
-    fresh = sum(row["time"] > since for row in kept)
-    of_newest_day = sum(row["time"] > max(newest - DAY, since) for row in kept)
-    tested = min(fresh, max(of_newest_day, FEWEST_CLUSTERS))
-    test, earlier = kept[:tested], kept[tested:]
-    digests = [digest(row) for row in earlier]
-    known = {*trained}
-    new = [row for row, name in zip(earlier, digests, strict=True) if name not in known]
+    fresh = [row for row in kept if row["time"] > since]
+    test = fresh[: max(sum(row["time"] > newest - DAY for row in fresh), FEWEST_CLUSTERS)]
+    earlier, known = {digest(row): row for row in kept[len(test) :]}, {*trained}
+    new = [row for name, row in earlier.items() if name not in known]
     if min(len(test), len(new)) < FEWEST_CLUSTERS:
         lacking = (
             f"{len(test)} new rows of the newest day to test on and {len(new)} before it to train "
             f"on; {FEWEST_CLUSTERS} of each are needed."
         )
         return Split([], [], newest, [], lacking)
-    old = [row for row, name in zip(earlier, digests, strict=True) if name in known]
-    old += run_rows
+    old = [row for name, row in earlier.items() if name in known] + [*run_rows]
     count = min(len(old), round(len(new) * old_share / (1 - old_share)))
     train = new + random.Random(0).sample(old, count)
     print(f"traffic: {len(new)} new rows and {count} old ones to train on, {len(test)} to test on")
-    return Split(train, [*test], newest, digests)
+    return Split(train, test, newest, [*earlier])
 
 
 def rows_of(run: Path) -> list[Row]:
