@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from align.machine import memory_left
+from align.machine import free_memory, memory_left
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.drafter import Drafter
@@ -97,6 +97,7 @@ class LosslessCheck:
     @cached_property
     def fits_in_fp32(self) -> bool:
         """Whether the target is in fp32, or the memory holds a copy of it in fp32."""
+        free_memory()  # of earlier stages
         needed = Counter[torch.device]()
         for weight in self.target.model.parameters():
             needed[weight.device] += 5 * weight.numel()  # 4 bytes, and 1 for the caches
@@ -171,11 +172,9 @@ class LosslessCheck:
     ) -> dict[str, Any] | None:
         """The fields of a `Divergence` if recorded forwards compute wrong logits, else None.
 
-        layers: numbers of the hidden states that the forwards of the run returned.
-
-        Of each recording, which has a width and a bucket of slots, the last step is read by a
-        forward that is not recorded, then by the recorded one. This is needed because two outputs
-        can be equally wrong.
+        layers: numbers of the hidden states that the forwards of the run returned. The last step
+        of each recording (a width and a bucket of slots) is read by a forward that is not
+        recorded, then by the recorded one, because two outputs can be equally wrong.
         """
         decoder, tokens, key = self.target.decoder, run.tokens, (prompt, *run.tokens, *run.drafted)
         if not decoder.recorded or key in self.refuted:
