@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-import platform
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -16,7 +12,7 @@ from typing import Any
 from accelerate import PartialState
 from filelock import FileLock, Timeout
 
-from align.errors import UserError, masked
+from align.errors import UserError
 from align.files import atomic_file, remove, write_json
 from align.sources import read_json, resolve_checkpoint
 from align.vocab_map import VOCAB_MAP, save_map
@@ -27,6 +23,7 @@ from distill.teacher.answers import USED, AnsweringTarget
 from distill.teacher.store import names_of
 from distill.trainer import last_checkpoint, launch_of, mark_complete
 from eval.decoding.target import weights_sha256
+from eval.measuring.environment import made_by
 from eval.prompts import prompts_sha256
 
 # Keys that may change between two starts of a run.
@@ -37,7 +34,6 @@ FREE_KEYS = set(
 # Keys that may change until the draft exists; a checkpoint has the number of sequences of a step.
 BATCH_KEYS = {"per_device_train_batch_size", "gradient_accumulation_steps"}
 MODELS = "models.json"  # in a run's folder: hashes of what its recipe names
-PACKAGES = "torch transformers trl peft accelerate datasets evaluate gguf safetensors".split()
 
 
 def refuse_another_run(recipe: Recipe) -> None:
@@ -115,22 +111,11 @@ def claim_folder(
 
 def provenance(recipe: Recipe, prompts: Prompts) -> dict[str, Any]:
     """The origin of a report: command, versions, commit, seed, hashes of models and prompts."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,  # an installed wheel has no repository
-    ).stdout.strip()
     used, ids = read_json(recipe.folder / USED), names_of(prompts.training.ids)
     models = read_json(recipe.folder / MODELS)
     return {
-        "command": [*map(masked, sys.argv)],
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
-        | {"python": platform.python_version()},
-        "git_commit": commit or None,
+        **made_by(recipe.seed),
         "processes": PartialState().num_processes,
-        "seed": recipe.seed,
         "hashes": {
             **models,
             "dtype": used["key"]["dtype"],

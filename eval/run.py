@@ -39,7 +39,7 @@ from ruamel.yaml import YAML, YAMLError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from align.check import Strategy
-from align.errors import UserError, masked
+from align.errors import UserError
 from align.files import refuse_unwritable
 from align.machine import use_machine
 from align.sources import (
@@ -64,6 +64,7 @@ from eval.engines.load import GOODPUT, Load
 from eval.engines.local_vllm import VllmServers
 from eval.engines.served import CLIENTS, client_of, measure_servers, measure_started
 from eval.engines.transformers_assisted import load_drafts, measure_assisted
+from eval.measuring.environment import made_by
 from eval.measuring.evaluation import Plan, context_length, evaluate
 from eval.measuring.intervals import FEWEST_CLUSTERS
 from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
@@ -413,7 +414,7 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
         decoding_of(args, target.stops),
         Plan(args.draft_length, args.max_gamma, args.speed_prompts),
         journal,
-        _made_by(args) | {"torch": torch.__version__},
+        _made_by(args),
     )
     return build_report(*logs)
 
@@ -432,9 +433,9 @@ def _measure_in_engine(args: argparse.Namespace, journal: Journal) -> Report:
     else:
         evaluation, _ = _prompt_sets(args, tokenizer, config)
     prompts = evaluation.drawn(args.speed_prompts, args.seed)  # as the reference decoder draws them
-    drafts, made_by = _by_name(args.draft), _made_by(args)
+    drafts, provenance = _by_name(args.draft), _made_by(args)
     if args.engine in SERVED:
-        task = Task(prompts, decoding_of(args), made_by, args.loads, args.goodput, journal)
+        task = Task(prompts, decoding_of(args), provenance, args.loads, args.goodput, journal)
         engine, own = SERVED[args.engine], args.server_args
         return measure_started(engine, args.target, drafts, args.gamma, task, own)
     dtype = getattr(torch, args.dtype)
@@ -446,7 +447,7 @@ def _measure_in_engine(args: argparse.Namespace, journal: Journal) -> Report:
         model,
         loaded,
         args.draft_length,
-        Task(prompts, decoding, made_by),
+        Task(prompts, decoding, provenance),
         lambda ids: str(tokenizer.decode(ids)),
     )
 
@@ -474,8 +475,7 @@ def _measure_servers(args: argparse.Namespace, journal: Journal) -> Report:
 
 
 def _made_by(args: argparse.Namespace) -> dict[str, Any]:
-    made_by = {"command": [*map(masked, sys.argv)], "seed": args.seed}
-    return made_by | {"output_dir": str(args.output_dir)}
+    return made_by(args.seed) | {"output_dir": str(args.output_dir)}
 
 
 def main(argv: list[str], summary: bool = True) -> int:

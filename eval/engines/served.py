@@ -7,6 +7,7 @@ that run already take turns; servers that are started here run one at a time.
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from align.errors import UserError, masked
+from align.errors import UserError, masked_arguments
 from align.sources import cached_checkpoint, gguf_kind, weight_files
 from eval.decoding.drafters import LOOKUP_FIRST
 from eval.engines.comparison import (
@@ -34,7 +35,6 @@ from eval.engines.comparison import (
 )
 from eval.engines.engine_server import EngineServer, Servers
 from eval.engines.llama_cpp import LlamaServer
-from eval.engines.process import NOT_PASSED
 from eval.engines.server import PATIENT, Server, ServerError
 from eval.engines.sglang import SglangServer
 from eval.engines.vllm import VllmServer
@@ -49,7 +49,15 @@ REFUSED = 400, 413, 422  # HTTP statuses of a prompt that is refused, as one tha
 TEMPLATE = 64  # most tokens of a chat template in a turn
 PATIENCE = 600.0  # most seconds without a byte from a server started here, which may use a CPU
 SLOTS = 16  # requests at a time that a server takes at a request rate, if it needs a number
-CONFIGURES = ("VLLM_", "OMP_", "NUMBA_", "LLAMA_ARG_")  # variables that change an engine
+# Variables that change an engine's speed or outputs. Others may have secrets or addresses, as the
+# VLLM_SERVICE_HOST that Kubernetes sets for a service named vllm.
+CONFIGURES = re.compile(
+    r"(?:OMP|KMP|MKL|NUMBA|GGML)_\w+|CUDA_VISIBLE_DEVICES"
+    r"|VLLM_(?:USE|ENABLE|DISABLE|ROCM|MOE|MARLIN|FLASHINFER|ALLREDUCE)_\w+|VLLM_ATTENTION_BACKEND"
+    r"|VLLM_BATCH_INVARIANT|VLLM_CPU_(?:KVCACHE_SPACE|OMP_THREADS_BIND|NUM_OF_RESERVED_CPU)"
+    r"|LLAMA_ARG_(?:(?:UB|B)ATCH|CACHE_TYPE_[KV]|(?:N_)?CPU_MOE|DEVICE|FLASH_ATTN|KV_\w+|MAIN_GPU|MLOCK"
+    r"|MMAP|N(?:_GPU_LAYERS|UMA)\w*|REPACK|SPEC_\w+|SPLIT_MODE|SWA_FULL|TENSOR_SPLIT|THREADS\w*)"
+)
 CLIENTS: list[type[EngineServer]] = [VllmServer, LlamaServer, SglangServer]
 STEPS = ("tau", "mean_drafted", "accepted_over_drafted", "per_position")
 UNTOLD = {
@@ -112,7 +120,7 @@ def measure_servers(
     contenders = [Contender(runs_already(baseline), identity=_identity(baseline))]
     for name, server in drafts.items():
         facts = _facts(specs.get(name, server.address), gamma)
-        facts["serve"] = [*map(masked, server.command())]
+        facts["serve"] = masked_arguments(server.command())
         identity = [*_identity(server), gamma]
         contenders.append(Contender(runs_already(server), name, facts, identity))
     for server in (baseline, *drafts.values()):
@@ -163,9 +171,9 @@ def measure_started(
         variables = {
             name: value
             for name, value in sorted((servers.variables | os.environ).items())
-            if name.startswith(CONFIGURES) and name not in NOT_PASSED
+            if CONFIGURES.fullmatch(name)
         }
-        machine |= {"threads": None, "server_arguments": servers.arguments}
+        machine |= {"threads": None, "server_arguments": masked_arguments(servers.arguments)}
         machine |= {"server_variables": variables}
 
         method = None if decoding.sampling.greedy else decoding.draft_sample_method
@@ -200,7 +208,7 @@ def measure_started(
             named = f"{name}, gamma {gamma}" if gamma and gammas[1:] else name
             facts = _facts(draft, gamma, gamma in gammas)
             if draft not in servers.unreadable:
-                facts["serve"] = [*map(masked, servers.command(draft, gamma, method))]
+                facts["serve"] = masked_arguments(servers.command(draft, gamma, method))
             identity = [shared, draft, gamma, _files(draft), method]
             contenders.append(Contender(partial(serving, draft, gamma), named, facts, identity))
         comparison = Comparison(contenders, task)

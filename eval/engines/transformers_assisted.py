@@ -210,8 +210,6 @@ def measure_assisted(
 
     model: of the target. text_of: returns the text of token ids.
     """
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    task = replace(task, provenance=task.provenance | versions)
     version, gpus = transformers.__version__, device_count(model)
     machine = environment("transformers", version, model.device, gpus)
     prompts = task.prompts.prompts

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
+import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from align.errors import masked_arguments
 from align.machine import cores
 
 CPU_INFO = Path("/proc/cpuinfo")
+FASTER = {"avx2", "avx512f", "avx512_bf16", "amx_bf16"}  # instructions that a CPU may have
+PACKAGES = "torch transformers trl peft accelerate datasets evaluate gguf safetensors".split()
+
+
+def made_by(seed: int) -> dict[str, Any]:
+    """The part of a report's `provenance` that each command has: itself, and its software."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,  # an installed wheel has no repository
+    ).stdout.strip()
+    return {
+        "command": masked_arguments(sys.argv),
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
+        | {"python": platform.python_version()},
+        "git_commit": commit or None,
+        "seed": seed,
+    }
 
 
 def environment(
@@ -40,7 +64,16 @@ def gpu_name(device: torch.device, gpus: int = 1) -> str:
 
 
 def cpu_model() -> str:
-    """The CPU's model name from /proc/cpuinfo; without that file, Python's `platform` names it."""
+    """The CPU's name, family, model and FASTER instructions from /proc/cpuinfo.
+
+    In a virtual machine several generations have one name. Without the file, or on ARM, Python's
+    `platform` names the CPU.
+    """
     lines = CPU_INFO.read_text(encoding="utf-8").splitlines() if CPU_INFO.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    facts = [map(str.strip, line.partition(":")[::2]) for line in reversed(lines)]
+    about = dict(facts)  # of the first core
+    if "model name" not in about:
+        return platform.processor() or platform.machine()
+    faster = sorted(FASTER & {*about.get("flags", "").split()})
+    kind = f"family {about.get('cpu family')}, model {about.get('model')}"
+    return f"{about['model name']} ({', '.join([kind, *faster])})"

@@ -455,6 +455,35 @@ def test_a_server_takes_the_gpus_that_the_weights_need(
     assert "VLLM_API_KEY" not in report.environment.server_variables
 
 
+def test_a_report_has_neither_keys_nor_internal_addresses(
+    tmp_path, prompts, pair, start, monkeypatch
+):
+    names = [
+        "VLLM_MY_TOKEN",
+        "VLLM_SERVICE_HOST",
+        "LLAMA_ARG_MCP_SERVERS_JSON",
+        "LLAMA_ARG_HF_FILE",
+    ]
+    for name in names:
+        monkeypatch.setenv(name, "hidden-9")
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "0")
+    monkeypatch.setenv("LLAMA_ARG_THREADS", "2")
+    asks = [*pair, "--gamma", "2", "--server_args", "--api-key hidden-9 --max-num-seqs 4"]
+    monkeypatch.setattr("sys.argv", ["eval.run", *asks])
+    starter = start()
+    assert command(prompts, tmp_path, *asks) == 0
+    assert starter.started[0][1][-3] == "hidden-9"
+    for file in ("report.json", "report.md", "report.html"):
+        assert "hidden-9" not in (tmp_path / "report" / file).read_text()
+    report = read_report(tmp_path / "report" / "report.json")
+    assert report.environment.server_arguments[-4:] == ["--api-key", "***", "--max-num-seqs", "4"]
+    told = {"VLLM_USE_DEEP_GEMM", "LLAMA_ARG_THREADS", "NUMBA_THREADING_LAYER"}
+    assert told <= report.environment.server_variables.keys()
+    assert report.provenance["command"][-2:] == ["--server_args", "--api-key *** --max-num-seqs 4"]
+    assert report.provenance["versions"].keys() > {"torch", "transformers", "python"}
+    assert report.provenance["git_commit"]
+
+
 @pytest.mark.parametrize(
     ("given", "saved", "dtype"),
     [
