@@ -163,7 +163,7 @@ def loadable_draft(
     """
     folder = resolve_checkpoint(draft, quantised=True)
     about, rows = read_json(folder / "config.json"), config.get_text_config().vocab_size
-    plain = about.get("model_type") in CONFIG_MAPPING and "quantization_config" not in about
+    plain = about.get("model_type") in CONFIG_MAPPING and not about.get("quantization_config")
     if not plain or published_format(folder) or not any(folder.glob("tokenizer*")):
         return folder, False
     vocabulary = read_vocabulary(draft)

@@ -48,24 +48,24 @@ class VllmServer(EngineServer):
             now = time.perf_counter()
             usage = message.get("usage") or usage
             prompt_ids = message.get("prompt_token_ids") or prompt_ids  # in a chat completion
-            for choice in message.get("choices", []):
+            for choice in message.get("choices") or []:
                 prompt_ids = choice.get("prompt_token_ids") or prompt_ids
                 finish = choice.get("finish_reason") or finish
-                text += choice.get("text") or choice.get("delta", {}).get("content") or ""
+                text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
                 if ids := choice.get("token_ids"):
                     steps.append(ids)
                     times.append(now)
         if finish in (None, "abort", "error"):
             self.break_off(prompt)
         sent = sum(map(len, steps))
-        if not prompt_ids or not sent or sent != usage.get("completion_tokens", sent):
+        if not prompt_ids or not sent or sent != (usage.get("completion_tokens") or sent):
             raise ServerError(
                 f"{self.url} sent {sent} token ids for prompt {prompt.id!r}, but counted "
                 f"{usage.get('completion_tokens')} tokens; use vLLM 0.14 or later, which supports "
                 f"return_token_ids."
             )
         seconds = np.diff(times).tolist()
-        run = PromptRun.of(prompt, usage.get("prompt_tokens", 0), seconds, steps)
+        run = PromptRun.of(prompt, len(prompt_ids), seconds, steps)
         return Output(run, prompt_ids, finish == "stop", text=text)
 
     def written(self, prompt: list[int], count: int) -> tuple[list[int], list[Logprobs]]:

@@ -70,8 +70,8 @@ def cpu_model() -> str:
     `platform` names the CPU.
     """
     lines = CPU_INFO.read_text(encoding="utf-8").splitlines() if CPU_INFO.exists() else []
-    facts = [map(str.strip, line.partition(":")[::2]) for line in reversed(lines)]
-    about = dict(facts)  # of the first core
+    pairs = [line.partition(":")[::2] for line in reversed(lines)]
+    about = {key.strip(): value.strip() for key, value in pairs}  # of the first core
     if "model name" not in about:
         return platform.processor() or platform.machine()
     faster = sorted(FASTER & {*about.get("flags", "").split()})
