@@ -55,6 +55,7 @@ class FakeVllm(ThreadingHTTPServer):
         self.metrics = True  # whether there is a page of counters; a text: that page
         self.counts = changes.get("step", 1) > 1  # whether the page counts speculation
         self.other_drafts = 0  # of other users, with each response
+        self.last = {}  # fields of a stream's last message
         self.delay = 0.0  # seconds before a response
         self.refuses_after = self.dies_after = 10**9  # responses; then 400, or an end amid a stream
         # Of the next completions of more than one token, one each: None, a status, (status,
@@ -337,7 +338,7 @@ class _Handler(BaseHTTPRequestHandler):
             done += len(step)
         self.event({"choices": [{"text": "", "finish_reason": finish, "token_ids": []}]})
         counted = {"prompt_tokens": len(ids), "completion_tokens": len(tokens) + server.lost}
-        self.event({"choices": [], "usage": counted})
+        self.event({"choices": [], "usage": counted} | server.last)
         self.wfile.write(b"0\r\n\r\n")
 
     def event(self, message):

@@ -57,7 +57,9 @@ def total(series: Series) -> Speculation | None:
         drafts, drafted, accepted = (series[name, 0] for name in NAMES[:3])
     except KeyError:
         return None
-    return Speculation(drafts, drafted, accepted, accepted_at) if accepted_at else None
+    if drafts and not accepted_at:
+        return None
+    return Speculation(drafts, drafted, accepted, accepted_at)
 
 
 def continues(before: Series, now: Series) -> bool:

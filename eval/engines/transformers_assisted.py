@@ -20,6 +20,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.cache_utils import CacheLayerMixin
 from transformers.generation import BaseStreamer
 
 from align.check import compare
@@ -173,6 +174,11 @@ def load_drafts(
     Raises SourceError for a draft that cannot be read, UserError for a draft that transformers
     cannot use without loss.
     """
+    if model._is_stateful:
+        raise UserError(
+            f"transformers decodes {spec} without drafts only, because its cache cannot go back; "
+            "measure it with --engine torch or vllm."
+        )
     loaded = {}
     rows = model.config.get_text_config().vocab_size  # transformers needs equal sizes
     for name, draft in drafts.items():
@@ -245,7 +251,7 @@ def _facts(model: Any, draft: Draft, gamma: int) -> dict[str, Any]:
         "memory": {
             "target_bytes": model_bytes(model),
             "draft_bytes": model_bytes(draft.model),
-            "kv_bytes_per_token": {"target": _kv_bytes(model), "draft": _kv_bytes(draft.model)},
+            "kv_bytes_per_token": {"target": kv_bytes(model), "draft": kv_bytes(draft.model)},
             "full_form_bytes": model_bytes(draft.model),
         },
         "missing": REFERENCE_ONLY,
@@ -294,8 +300,10 @@ class _Clock(BaseStreamer):
 
 
 @torch.inference_mode()
-def _kv_bytes(model: Any) -> int:
+def kv_bytes(model: Any) -> int:
     """Bytes of one token in the cache of keys and values."""
     token = torch.ones((1, 1), dtype=torch.long, device=model.device)
     cache = model(token, use_cache=True).past_key_values
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
+    pairs = [(layer.keys, layer.values) for layer in layers]
+    return sum(state.nbytes for pair in pairs for state in pair if state is not None)

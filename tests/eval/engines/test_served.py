@@ -122,6 +122,15 @@ def test_other_tokens_are_not_explained_away(fake):
     assert find_warnings(report)[0].code == "not-judged"
 
 
+@pytest.mark.parametrize(
+    "nulls", [{"choices": None}, {"choices": [{"delta": None, "finish_reason": None}]}]
+)
+def test_nulls_at_the_end_of_a_stream(fake, nulls):
+    """Gateways send them."""
+    servers = fake(3, last=nulls), fake(1, last=nulls)
+    assert measure(*servers).drafts["served"].lossless.identical == 3
+
+
 def test_an_overloaded_server_is_asked_again_and_the_last_try_is_timed(fake, monkeypatch):
     """A storm that lasts longer ends the draft."""
     clock, waits = itertools.count(), []  # time passes when somebody looks at it, or waits
@@ -205,10 +214,8 @@ def test_a_server_that_is_down(fake):
 @pytest.mark.parametrize(
     ("faults", "reason"),
     [
-        ({"counts": False}, "no counters spec_decode_*"),
         ({"metrics": False}, "no counters spec_decode_*"),
         ({"other_drafts": 50}, "other clients used the server"),
-        ({"step": 1, "counts": True}, "nothing was drafted"),
     ],
 )
 def test_counters_that_are_of_no_use_leave_the_speed(fake, faults, reason):
@@ -216,6 +223,22 @@ def test_counters_that_are_of_no_use_leave_the_speed(fake, faults, reason):
     assert draft.counters is None
     assert draft.speedup.mean > 0
     assert reason in {entry.field: entry.reason for entry in draft.missing}["counters"]
+
+
+@pytest.mark.parametrize("idle", [{"counts": False}, {"step": 1, "counts": True}])
+def test_a_server_that_drafts_nothing_has_no_speed_up(fake, idle):
+    """Mutants: its counters are of no use; n-grams, which may find nothing, are refused, too."""
+    drafting, plain = fake(**{"step": 3} | idle), fake(1)
+    with pytest.raises(ServerError, match="served drafted nothing"):
+        measure(drafting, plain)
+    task = Task(PromptSet("made up", PROMPTS, []), Decoding(Sampling(), frozenset(), 20))
+    drafts = {"idle": VllmServer(drafting.url), "own": VllmServer(fake(3).url)}
+    report = measure_servers(drafts, VllmServer(plain.url), task)
+    assert list(report.drafts) == ["own"]
+    assert report.provenance["failures"].startswith("idle drafted nothing")
+    lookup = {"idle": "prompt-lookup"}
+    report = measure_servers(drafts, VllmServer(plain.url), task, specs=lookup)
+    assert list(report.drafts) == ["idle", "own"]
 
 
 # --- Commands
@@ -414,6 +437,50 @@ def test_drafts_that_failed_are_started_by_the_same_command(tmp_path, prompts, p
     assert report.drafts["own"].per_prompt[0].outputs == 2
 
 
+@pytest.mark.parametrize("idle", [{"counts": False}, {"counts": True}])
+def test_a_draft_that_an_engine_does_not_load_fails_at_its_first_request(
+    tmp_path, prompts, pair, start, capsys, idle
+):
+    starter = start(
+        lambda config: FakeVllm(step=1, **idle) if "model" in config else FakeVllm(step=3)
+    )
+    assert command(prompts, tmp_path, *pair, "--gamma", "3") == 2
+    assert "own drafted nothing" in capsys.readouterr().err
+    assert list(read_report(tmp_path / "report" / "report.json").drafts) == ["lookup"]
+    assert command(prompts, tmp_path, *pair[:2], *pair[4:], "--gamma", "3") == 2
+    assert len(starter.started) > 4
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"), [("0.32.0", False), ("0.33.0", True), (None, False)]
+)
+def test_what_the_installed_vllm_cannot_serve_is_known_before_a_start(
+    tmp_path, prompts, pair, start, monkeypatch, capsys, version, refused
+):
+    """0.33 has no Medusa; its second model runner cuts the context to a draft model's."""
+    starter = start(lambda config: FakeVllm(step=3))
+    python = tmp_path / "env" / "bin" / "python"
+    monkeypatch.setattr(VllmServers, "program", staticmethod(lambda: python))
+    if version:
+        packages = tmp_path / "env" / "lib" / "python3.12" / "site-packages"
+        (packages / f"vllm-{version}.dist-info").mkdir(parents=True)
+    shape = read_json(tmp_path / "draft" / "config.json")
+    (tmp_path / "draft" / "config.json").write_text(
+        json.dumps(shape | {"max_position_embeddings": 28})
+    )
+    save_sibling(tmp_path / "heads", LARGE, 2)
+    heads = shape | {"model_type": "medusa", "num_heads": 4}
+    (tmp_path / "heads" / "config.json").write_text(json.dumps(heads))
+    asks = [*pair, "--draft", f"heads={tmp_path / 'heads'}", "--gamma", "3"]
+    assert command(prompts, tmp_path, *asks) == (2 if refused else 0)
+    assert ("no Medusa" in capsys.readouterr().err) == refused
+    methods = {config["method"] for _, _, config in starter.started if config}
+    assert ("medusa" in methods) != refused
+    lengths = {int(a[a.index("--max-model-len") + 1]) for _, a, _ in starter.started}
+    assert (lengths == {28}) == refused
+    assert len(lengths) == 1
+
+
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_servers_are_told_how_to_draft_sampled_tokens(tmp_path, prompts, pair, start, method):
     starter = start()
@@ -569,6 +636,19 @@ def test_no_draft_is_asked_for_more_than_it_was_made_for(tmp_path, start):
         *("pard, gamma 4", "own, gamma 4"),
         *("dflash, gamma 3", "medusa, gamma 4", "pard, gamma 5", "own, gamma 8"),
     ]
+
+
+def test_a_quantization_config_that_is_null_is_none(tmp_path):
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    for folder, rows in ((target, LARGE), (draft, SMALL)):
+        save_sibling(folder, rows, 1)
+    config = read_json(draft / "config.json") | {"quantization_config": None}
+    (draft / "config.json").write_text(json.dumps(config))
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    shape = LlamaConfig(vocab_size=LARGE)
+    folder, _ = local_vllm.loadable_draft(str(draft), target, shape, scratch)
+    assert folder.parent == scratch
 
 
 def quantised(folder):

@@ -5,19 +5,28 @@ import re
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, Lfm2Config
 
+from align.errors import UserError
 from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
 from eval.engines.comparison import Task
-from eval.engines.transformers_assisted import Assisted, Draft, log_steps, measure_assisted
+from eval.engines.transformers_assisted import (
+    Assisted,
+    Draft,
+    kv_bytes,
+    load_drafts,
+    log_steps,
+    measure_assisted,
+)
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.fields import read_report
 from eval.reporting.page import render_page
 from eval.reporting.warnings import find_warnings
 from eval.run import main, parse
 from tests.byte_level import SHAPE, noisy, save
+from tests.mtp import mtp_config
 
 FEW = ("--max_new_tokens", "8")
 
@@ -278,3 +287,14 @@ def test_a_draft_of_more_rows_is_cut(folder, others, tmp_path):
     block = report.drafts["wide"]
     assert block.vocabulary.strategy == "padded"
     assert block.lossless.identical == 12
+
+
+def test_targets_with_linear_attention():
+    """LFM2 has layers without keys and values; transformers drafts for no Qwen3-Next."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Lfm2Config(**shape, **heads, layer_types=["conv", "full_attention"])
+    assert kv_bytes(AutoModelForCausalLM.from_config(config)) == 2 * 2 * 8 * 4
+    stateful = AutoModelForCausalLM.from_config(mtp_config("qwen3_next"))
+    with pytest.raises(UserError, match="--engine torch"):
+        load_drafts("org/next", stateful, {"d": "no/draft"}, torch.float32)
