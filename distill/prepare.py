@@ -49,10 +49,11 @@ def _write_base(
     recipe: Recipe, pair: Pair, target: Target | TargetEnds, answers: Answers, folder: Path
 ) -> None:
     """Write a base draft made from the target into the folder; print what it is."""
-    mass = domain_mass(answers, pair.target.vocab_size)
+    # reads all outputs, so only for a trimmed head
+    mass = functools.cache(lambda: domain_mass(answers, pair.target.vocab_size))
     ids = None
     if recipe.draft_vocab_size is not None and recipe.draft is None:
-        ids = choose_tokens(mass, recipe.draft_vocab_size, forced_tokens(pair.target))
+        ids = choose_tokens(mass(), recipe.draft_vocab_size, forced_tokens(pair.target))
     base = _initialised(recipe, pair, target, ids, answers)
     with atomic_folder(folder) as partial:
         embedding = pair.target_embedding(getattr(torch, recipe.dtype))
@@ -61,7 +62,7 @@ def _write_base(
             save_file({"full_head": base.full_head}, partial / FULL_HEAD)
     shape = f"{recipe.num_draft_layers} layers" if recipe.kind.language_model else recipe.kind_name
     if base.token_ids is not None:
-        lost = lost_mass(mass, base.token_ids.cpu())
+        lost = lost_mass(mass(), base.token_ids.cpu())
         shape += f", trimmed tokens have {lost:.2%} of the target's probability"
     print(f"base draft: {shape}")
 

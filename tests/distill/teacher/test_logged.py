@@ -134,8 +134,9 @@ def test_a_run_teaches_logged_outputs_and_generates_none(
 
 
 def test_outputs_are_left_out_of_every_set_of_prompts(
-    job, chatting, vocabulary, log, tmp_path, followed
+    job, chatting, vocabulary, log, tmp_path, followed, monkeypatch
 ):
+    monkeypatch.setattr("distill.prepare.domain_mass", None)  # no head is trimmed
     rows = [json.loads(line) for line in log[0].read_text().splitlines()]
     for row in rows[::2]:
         row["token_ids"] = [(row["token_ids"][0] + 40) % 299 + 1, *row["token_ids"][1:]]
