@@ -312,6 +312,11 @@ def load_model(spec: str, dtype: torch.dtype, device: str = "cpu") -> PreTrained
     # accelerate keeps layers that did not fit on the CPU, or as `meta` tensors
     if device == "auto" and {p.device.type for p in model.parameters()} & {"cpu", "meta"}:
         raise too_large
+    # transformers does not tie a head of its own, but leaves the flag, by which it ties later
+    text: Any = model.config.get_text_config()
+    if getattr(text, "tie_word_embeddings", False):  # a few classes have no such flag
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        text.tie_word_embeddings = head.weight is embedding.weight
     return model.eval()
 
 

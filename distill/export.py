@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,9 +62,29 @@ def export_draft(
                     full, agreement = full_vocabulary(full, ids, prepared.full_head, answers)
                     write_json(compact / FULL_FORM, agreement)
             kind.exported(full).save_pretrained(partial)
-        about = read_json(partial / "config.json")
-        about.pop("auto_map", None)  # it names files with code, which the folder does not have
-        write_json(partial / "config.json", about)
+        for_older_transformers(partial)
+
+
+def for_older_transformers(folder: Path) -> None:
+    """Rewrite a saved draft's config and tokenizer so that transformers 4 and 5 read the same."""
+    about = read_json(folder / "config.json")
+    about.pop("auto_map", None)  # it names files with code, which the folder does not have
+    for keys in (about, about.get("transformer_layer_config", {})):
+        rope = dict(keys.get("rope_parameters") or {})
+        if "rope_theta" in rope:  # not in rotary parameters by type of layer
+            moved = rope.keys() & {"rope_theta", "partial_rotary_factor"}
+            keys |= {key: rope.pop(key) for key in moved}
+            scaled = rope.get("rope_type", "default") != "default"
+            keys["rope_scaling"] = rope if scaled else None
+    write_json(folder / "config.json", about)
+    words = read_json(folder / "tokenizer_config.json")
+    for argument in ("is_local", "local_files_only"):  # arguments of our call
+        words.pop(argument, None)
+    if words.get("tokenizer_class") == "TokenizersBackend":
+        words["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(words.get("extra_special_tokens"), list):
+        words["additional_special_tokens"] = words.pop("extra_special_tokens")
+    write_json(folder / "tokenizer_config.json", words)
 
 
 @torch.no_grad()

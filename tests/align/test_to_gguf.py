@@ -115,6 +115,22 @@ def test_transformers_reads_the_same_model(family, checkpoint, tmp_path):
 NOBODYS = LLAMA3 | {"original_max_position_embeddings": 1024}
 
 
+def test_a_head_of_its_own_beside_a_flag_of_tied_weights(checkpoint, tmp_path):
+    folder = checkpoint(FAMILIES["llama"]())
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(about | {"tie_word_embeddings": True}))
+    model = load_model(str(folder), torch.float32)
+    before = model.lm_head.weight.clone()
+    model.tie_weights()
+    assert torch.equal(model.lm_head.weight, before)
+    assert not model.config.tie_word_embeddings
+    write_gguf(folder, tmp_path / "model.gguf", "f32")
+    ids = list(range(0, 420, 7))
+    torch.testing.assert_close(
+        logits(tmp_path / "model.gguf", ids), model(torch.tensor([ids])).logits[0]
+    )
+
+
 @pytest.mark.parametrize(
     ("more", "lost"),
     [

@@ -1,0 +1,39 @@
+import json
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+
+from align.sources import load_config
+from distill.export import for_older_transformers
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize("scaling", [None, LLAMA3])
+def test_an_exported_draft_is_in_the_words_of_transformers_4_and_5(scaling, tmp_path):
+    rotary = (scaling or {"rope_type": "default"}) | {"rope_theta": 500_000.0}
+    config = LlamaConfig(vocab_size=448, rope_parameters=rotary)
+    config.save_pretrained(tmp_path)
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b"))
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=backend, extra_special_tokens=["<|x|>"], is_local=True
+    )
+    words.save_pretrained(tmp_path)
+    for_older_transformers(tmp_path)
+    about = json.loads((tmp_path / "config.json").read_text())
+    assert about["rope_theta"] == 500_000.0
+    assert about["rope_scaling"] == scaling
+    assert load_config(str(tmp_path)).rope_parameters == config.rope_parameters
+    about = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert not {"is_local", "local_files_only", "extra_special_tokens"} & about.keys()
+    assert about["tokenizer_class"] == "PreTrainedTokenizerFast"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.extra_special_tokens == ["<|x|>"]
+    assert tokenizer("a <|x|>").input_ids == words("a <|x|>").input_ids
