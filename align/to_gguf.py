@@ -314,6 +314,11 @@ def _add_tokenizer(writer: GGUFWriter, spec: str, rows: int) -> None:
             f"of llama.cpp's rules {', '.join(name for name, _ in SPLITS.values())}; use "
             "llama.cpp's own convert_hf_to_gguf.py."
         )
+    if not model["merges"]:  # the `gguf` package leaves out empty lists
+        raise SourceError(
+            f"The tokenizer of {spec!r} has no merges, and llama.cpp loads no such file; name a "
+            "checkpoint whose tokenizer has merges."
+        )
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(name)
     tokens = [f"[PAD{i}]" for i in range(rows)]

@@ -266,6 +266,16 @@ def test_a_tokenizer_that_llama_cpp_does_not_know(split, normalizer, checkpoint,
     assert not list(tmp_path.glob("*.gguf*"))
 
 
+def test_a_tokenizer_without_merges_is_refused(checkpoint, tmp_path):
+    folder = checkpoint(FAMILIES["llama"]())
+    words = json.loads((folder / "tokenizer.json").read_text())
+    words["model"]["merges"] = []
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    with pytest.raises(SourceError, match="merges"):
+        write_gguf(folder, tmp_path / "model.gguf", "f16")
+    assert not list(tmp_path.glob("*.gguf*"))
+
+
 @pytest.mark.parametrize(
     ("change", "value"),
     [

@@ -118,7 +118,7 @@ def test_what_eight_gpus_need(job, tmp_path, monkeypatch, capsys, changes, proce
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (79 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (79 * 2**30, 80 * 2**30))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setattr(dry_run, "PartialState", lambda: SimpleNamespace(num_processes=processes))
     pair = {key: str(CONFIGS / f"Llama-3.1-{b}B-Instruct") for key, b in PAIR.items()}
