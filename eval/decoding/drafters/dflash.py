@@ -82,6 +82,7 @@ class DFlash(DraftFormat):
             "layer_types": (sorted({*FULL, *layer_types}), FULL),
             "is_neox_style": (plain.get("is_neox_style", True), True),
             "attention_value_scale": (inner.get("attention_value_scale") or 1, 1),
+            "lack of target_layer_ids": ("target_layer_ids" not in inner, False),
             "mask_embedding.pt": ((folder / "mask_embedding.pt").exists(), False),
         }
         for key in ("causal", "use_swa", "sample_from_anchor", "attention_sink_bias"):
