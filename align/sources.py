@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -309,6 +310,12 @@ def load_model(spec: str, dtype: torch.dtype, device: str = "cpu") -> PreTrained
             "config files, or name a decoder-only text model."
         ) from error
     _refuse_incomplete(spec, loaded)
+    if unknown := sorted(loaded["unexpected_keys"]):
+        warnings.warn(
+            f"{spec!r} has {len(unknown)} tensors that {type(model).__name__} does not compute "
+            f"({_some(unknown)}); if they change its output, use an engine that computes them.",
+            stacklevel=2,
+        )
     # accelerate keeps layers that did not fit on the CPU, or as `meta` tensors
     if device == "auto" and {p.device.type for p in model.parameters()} & {"cpu", "meta"}:
         raise too_large

@@ -172,10 +172,11 @@ def _dflash(spec: str, target: Path | None) -> _Content:
             "target's GGUF file (--target FILE)."
         )
     folder = resolve_checkpoint(spec)
-    if "dflash_config" not in read_json(folder / "config.json"):
+    if "target_layer_ids" not in read_json(folder / "config.json").get("dflash_config", {}):
         raise UserError(
-            f"{spec!r} is a DFlash draft in the layout of speculators, which cannot be written as "
-            "GGUF; train from it (draft: FOLDER), or use llama.cpp's own convert_hf_to_gguf.py."
+            f"{spec!r} is a DFlash draft in the layout of speculators or without target_layer_ids, "
+            "which cannot be written as GGUF; train from it (draft: FOLDER), or use llama.cpp's "
+            "own convert_hf_to_gguf.py."
         )
     config: Any = load_config(spec)
     inner, scaling = config.dflash_config, config.rope_parameters["rope_type"]

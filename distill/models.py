@@ -256,13 +256,18 @@ def target_loader(recipe: Recipe, prompts: Prompts) -> functools._lru_cache_wrap
     ids = prompts.evaluation.ids + prompts.training.ids + prompts.tuning.ids
     new = max(recipe.max_new_tokens, recipe.answer_max_new_tokens)
     needed = context_length(ids, new, recipe.max_gamma)
-    if recipe.sibling is not None and not recipe.served:
-        reads = longest_context(load_config(recipe.sibling).get_text_config())
-        if reads < needed:
+    if recipe.draft is not None and not recipe.served:
+        folder = resolve_checkpoint(recipe.draft, weights=False)
+        if form := published_format(folder):
+            reads = form.positions(read_json(folder / "config.json"))
+        else:
+            reads = longest_context(load_config(recipe.draft).get_text_config())
+        if reads is not None and reads < needed:
             raise UserError(
                 f"draft {recipe.draft!r} reads {reads} positions, but the longest prompt and its "
                 f"output take {needed}; lower max_prompt_length, "
-                "max_new_tokens or answer_max_new_tokens, or name another draft."
+                "max_new_tokens or answer_max_new_tokens, or name another draft. A published draft "
+                "learns longer texts if its config.json has a larger max_position_embeddings."
             )
     if not recipe.served and recipe.answers != "vllm" and (sizes := too_large(recipe)):
         raise UserError(

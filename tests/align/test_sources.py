@@ -380,6 +380,15 @@ def test_what_is_not_refused(checkpoint):
     assert resolve_checkpoint(str(checkpoint), quantised=True) == checkpoint
 
 
+def test_tensors_that_the_class_does_not_compute_are_named(checkpoint, recwarn):
+    load_model(str(checkpoint), torch.float32)
+    assert not recwarn
+    path = checkpoint / "model.safetensors"
+    save_file(load_file(path) | {"selector.weight": torch.ones(1)}, path, {"format": "pt"})
+    with pytest.warns(UserWarning, match=r"selector\.weight"):
+        load_model(str(checkpoint), torch.float32)
+
+
 def test_shards_that_the_index_does_not_name_are_not_read(checkpoint):
     assert weight_files(checkpoint) == [checkpoint / "model.safetensors"]
     (checkpoint / "model.safetensors").rename(checkpoint / "model-00001-of-00001.safetensors")

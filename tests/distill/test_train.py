@@ -16,7 +16,7 @@ from transformers import BloomConfig, Lfm2Config, LlamaConfig, LlamaForCausalLM,
 
 from align.errors import UserError
 from align.files import atomic_file
-from align.sources import load_model, load_tokenizer, read_json
+from align.sources import load_config, load_model, load_tokenizer, read_json
 from distill import models, train
 from distill.models import check_models
 from distill.recipe import RecipeError, dump
@@ -26,6 +26,7 @@ from distill.teacher.store import Store
 from distill.train import main, run
 from eval.decoding.target import weights_sha256
 from eval.prompts import PromptError
+from tests.dflash import save_published
 
 
 def test_a_full_disk_ends_a_run_with_its_reason_alone(tmp_path, monkeypatch, capsys):
@@ -180,6 +181,21 @@ def test_what_the_files_refute_is_refused_first(
     with pytest.raises(ValueError, match=named):
         run(recipe)
     assert not recipe.folder.exists()
+
+
+@pytest.mark.parametrize("positions", [32, 2048])
+def test_a_published_draft_that_ends_before_the_texts_is_refused_first(
+    folder, job, tmp_path, monkeypatch, positions
+):
+    monkeypatch.setattr(models, "load_target", no_target)
+    config = load_config(str(folder / "target"))
+    shape = {"head_dim": config.hidden_size // config.num_attention_heads} | config.to_dict()
+    path = save_published(tmp_path / "draft", shape, [0]) / "config.json"
+    path.write_text(json.dumps(read_json(path) | {"max_position_embeddings": positions}))
+    recipe = job(tmp_path / "run", draft=str(path.parent))
+    reached = (UserError, "32 positions") if positions == 32 else (AssertionError, "was loaded")
+    with pytest.raises(reached[0], match=reached[1]):
+        run(recipe)
 
 
 def test_a_smallest_head_holds_what_is_forced(folder, job, tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
 from align.errors import UserError
 from align.sources import read_json
+from eval.decoding.build import longest_context
 from eval.decoding.drafters import eagle3
 from eval.decoding.drafters.compact import (
     check_compact,
@@ -68,6 +69,9 @@ class DFlash(DraftFormat):
         known = self.head_size(config) is not None
         size = plain_config(config).get("block_size") if known else None
         return size - 1 if size else None
+
+    def positions(self, config: Mapping[str, Any]) -> int:
+        return longest_context(Qwen3Config(**plain_config(config)))
 
     def check_config(self, folder: Path, target: PreTrainedConfig) -> None:
         about = read_json(folder / "config.json")
@@ -121,7 +125,13 @@ FORMAT = DFlash()
 def plain_config(about: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json of either layout as one of z-lab's."""
     if (shape := about.get("transformer_layer_config")) is None:
-        return {"block_size": about["dflash_config"].get("block_size"), **about}
+        inner = about["dflash_config"]
+        if "target_layer_ids" not in inner:  # z-lab's class then spreads them evenly
+            count, last = about["num_hidden_layers"], about["num_target_layers"] - 3
+            steps = [i * (last - 1) / (count - 1) for i in range(count)] if count > 1 else []
+            ids = [round(1 + step) for step in steps] or [about["num_target_layers"] // 2]
+            inner = inner | {"target_layer_ids": ids}
+        return {"block_size": inner.get("block_size"), **about, "dflash_config": inner}
     inner = {
         "mask_token_id": about["mask_token_id"],
         "target_layer_ids": [number - 1 for number in about["aux_hidden_state_layer_ids"]],

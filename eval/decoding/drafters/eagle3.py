@@ -33,6 +33,7 @@ from transformers import (
 )
 
 from align.sources import read_json
+from eval.decoding.build import longest_context
 from eval.decoding.drafters.causal_lm import CausalLMDrafter, TokenSession
 from eval.decoding.drafters.compact import (
     check_compact,
@@ -73,6 +74,9 @@ class Eagle3(DraftFormat):
         if config.get("speculators_model_type") != "eagle3" and not in_own_layout(config):
             return None
         return int(config.get("draft_vocab_size") or layer_shape(config)["vocab_size"])
+
+    def positions(self, config: Mapping[str, Any]) -> int:
+        return longest_context(layer_config(config))
 
     def check_config(self, folder: Path, target: PreTrainedConfig) -> None:
         about = read_json(folder / "config.json")

@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import transformers
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from align.errors import UserError
 from align.sources import read_json
 from eval.decoding import drafters
 from eval.decoding.drafters.drafter import Drafter
@@ -35,6 +37,10 @@ class DraftFormat:
 
     def longest(self, config: Mapping[str, Any]) -> int | None:
         """The longest draft by a config.json of this kind; None: any length, or another kind."""
+        return None
+
+    def positions(self, config: Mapping[str, Any]) -> int | None:
+        """The longest text by a config.json of this kind; None: as long as the target's."""
         return None
 
     def check_config(self, folder: Path, target: PreTrainedConfig) -> None:
@@ -67,10 +73,22 @@ def formats() -> dict[str, DraftFormat]:
 
 
 def published_format(folder: Path) -> DraftFormat | None:
-    """The format of the published draft in a folder; None for an ordinary model."""
+    """The format of the published draft in a folder; None for an ordinary model.
+
+    Raises UserError for an architecture that neither Transformers nor a format knows, because
+    Transformers would ignore its name and load the class of its model_type.
+    """
     config = read_json(folder / "config.json")
-    known = (form for form in formats().values() if form.head_size(config) is not None)
-    return next(known, None)
+    for form in formats().values():
+        if form.head_size(config) is not None:
+            return form
+    names = config.get("architectures") or ()
+    if names and not any(hasattr(transformers, name) for name in names):
+        raise UserError(
+            f"{folder} has architecture {', '.join(names)}, which cannot be computed here. If an "
+            "engine knows it, start that server and measure it (eval.run --base_url)."
+        )
+    return None
 
 
 def longest_draft(config: Mapping[str, Any]) -> int | None:

@@ -10,7 +10,7 @@ from align.sources import load_model, read_json, resolve_checkpoint
 from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
 from eval.decoding.drafters.compact import OtherEmbedding
 from eval.decoding.drafters.drafter import Drafter
-from eval.decoding.drafters.formats import formats, published_format
+from eval.decoding.drafters.formats import DraftFormat, formats, published_format
 from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
 from eval.decoding.drafters.sibling import sibling_drafter
 from eval.decoding.target import Target
@@ -41,6 +41,7 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
                 f"{folder} is a draft of kind {about['drafter']!r}, but this version knows only "
                 f"{', '.join(formats())}; train a draft of one of these kinds."
             )
+        refuse_longer(folder, kind, target)
         try:
             drafter = kind.load(folder, target)
         except OtherEmbedding as error:
@@ -54,7 +55,9 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
         drafter.full_form_bytes = full.stat().st_size if full.is_file() else None
         return drafter
     if published_kind := published_format(resolve_checkpoint(spec, weights=False)):
-        drafter = published_kind.load(resolve_checkpoint(spec), target)
+        folder = resolve_checkpoint(spec)
+        refuse_longer(folder, published_kind, target)
+        drafter = published_kind.load(folder, target)
         drafter.path = spec
         return drafter
     names = read_json(resolve_checkpoint(spec, weights=False) / "config.json").get("architectures")
@@ -64,3 +67,15 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
             "measure it in an engine that serves it."
         )
     return sibling_drafter(load_model(spec, target.decoder.dtype), spec, target, strategy)
+
+
+def refuse_longer(folder: Path, kind: DraftFormat, target: Target) -> None:
+    """Raise UserError if engines stop drafting before the end of the target's longest text."""
+    positions = kind.positions(read_json(folder / "config.json"))
+    needed = target.decoder.context_length
+    if positions is not None and positions < needed:
+        raise UserError(
+            f"{folder} drafts up to position {positions}, but the longest prompt and its output "
+            f"take {needed}; lower max_new_tokens or shorten the prompts, or raise "
+            "max_position_embeddings in its config.json."
+        )

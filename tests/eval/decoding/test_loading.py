@@ -1,0 +1,75 @@
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from align.errors import UserError
+from eval.decoding.build import build_decoder
+from eval.decoding.drafters import dflash
+from eval.decoding.drafters.formats import published_format
+from eval.decoding.drafters.loading import load_drafter
+from eval.decoding.target import Target
+from tests.dflash import save_published
+from tests.eagle3 import PublishedEagle3
+
+
+@pytest.fixture
+def target(tiny_llama):
+    model = tiny_llama(spread=4, vocab_size=64).eval()
+    return Target("target", model, None, build_decoder(model, 64), frozenset())
+
+
+@pytest.fixture
+def draft(target, tmp_path):
+    """The folder of a published draft of that kind for the target, with changes of its config."""
+
+    def save(kind, **changes):
+        config, folder = target.model.config, tmp_path / "draft"
+        shape = config.to_dict() | {"head_dim": config.hidden_size // config.num_attention_heads}
+        if kind == "dflash":
+            save_published(folder, shape, [0])
+        else:
+            keys = ("vocab_size", "hidden_size", "intermediate_size", "head_dim")
+            keys = (*keys, "num_attention_heads", "num_key_value_heads")
+            sizes = {key: shape[key] for key in keys}
+            layout = "EAGLE" if kind == "eagle3" else kind
+            PublishedEagle3(layout, sizes, [1], torch.arange(64)).save(folder)
+        path = folder / "config.json"
+        about = json.loads(path.read_text())
+        about.get("transformer_layer_config", about).update(changes)
+        path.write_text(json.dumps(about))
+        return folder
+
+    return save
+
+
+@pytest.mark.parametrize("kind", ["dflash", "eagle3", "speculators"])
+def test_a_published_draft_of_shorter_texts_than_the_prompts_is_refused(draft, target, kind):
+    folder = draft(kind, max_position_embeddings=63)
+    with pytest.raises(UserError, match=r"up to position 63, .* take 64"):
+        load_drafter(str(folder), target)
+    shorter = replace(target, decoder=build_decoder(target.model, 63))
+    assert load_drafter(str(folder), shorter).layers == (1,)
+
+
+def test_an_architecture_that_nobody_knows_is_refused_by_its_name(draft, target):
+    folder = draft("dflash", architectures=["DFlash2DraftModel"])
+    with pytest.raises(UserError, match="DFlash2DraftModel"):
+        load_drafter(str(folder), target)
+    path = folder / "config.json"
+    about = json.loads(path.read_text())
+    path.write_text(json.dumps(about | {"architectures": ["Qwen3ForCausalLM"]}))
+    assert published_format(folder) is None
+
+
+@pytest.mark.parametrize(
+    ("depth", "of_target", "layers"),
+    [(1, 36, (19,)), (2, 8, (2, 6)), (8, 36, (2, 7, 11, 16, 20, 25, 29, 34))],
+)
+def test_a_dflash_draft_without_layer_ids_reads_those_of_the_authors_default(
+    depth, of_target, layers
+):
+    about = {"num_hidden_layers": depth, "num_target_layers": of_target}
+    about |= {"dflash_config": {"mask_token_id": 3}}
+    assert dflash.target_layers({}, about) == layers
