@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from align.sources import load_model
+from align.sources import load_config, load_model
 from align.token_bytes import Token, is_used
 from align.vocab_map import Retokenizer, build_map
 from align.vocabulary import SPECIAL_NAMES, Vocabulary
@@ -255,15 +255,27 @@ def differences(pair: Comparison) -> Iterator[str]:
 
 
 def find_by_weights(target: Vocabulary, draft: Vocabulary, strategy: str) -> Iterator[Finding]:
-    """TOK-016: faults of the models' probabilities on a probe text. Loads one model at a time."""
+    """TOK-016: faults of the models' probabilities on a probe text; TOK-018: a head of its own
+    beside a flag of tied weights. Loads one model at a time.
+    """
     retokenizer = None
     if strategy not in ("direct", "padded"):
         retokenizer = Retokenizer(build_map(target, draft), target, draft)
     text = target.tokenizer.encode(_PROBE)
     for side in (target, draft):
         ids = retokenizer.from_start(text) if retokenizer and side is draft else text
+        model = load_model(side.spec, torch.float32)
+        configs = [config.get_text_config() for config in (load_config(side.spec), model.config)]
+        if [config.to_dict().get("tie_word_embeddings") for config in configs] == [True, False]:
+            yield Finding(
+                "TOK-018",
+                "warning",
+                f"{side.spec} has a head of its own, but tie_word_embeddings is true, and some "
+                "engines would drop the head.",
+                "set tie_word_embeddings to false in its config.json",
+            )
         with torch.inference_mode():
-            logits = load_model(side.spec, torch.float32)(torch.tensor([ids])).logits[0]
+            logits = model(torch.tensor([ids])).logits[0]
         p = logits.softmax(-1).mean(0).numpy()
         if not np.isfinite(p).all():
             yield Finding(

@@ -382,6 +382,18 @@ def test_models_on_a_probe_text(checked, change, draft, severity, strategy):
         assert min(found[0].ids) >= 258
 
 
+@pytest.mark.parametrize("own_head", [False, True])
+def test_a_head_of_its_own_beside_a_flag_of_tied_weights_is_named(checked, own_head):
+    def flag(model):
+        model.config.tie_word_embeddings = True
+        if not own_head:
+            model.tie_weights()
+
+    _, verdict = checked(flag)
+    assert [f.severity for f in verdict.findings if f.code == "TOK-018"] == ["warning"] * own_head
+    assert verdict.strategy == "direct"
+
+
 # --- input and output
 
 

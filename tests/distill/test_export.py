@@ -23,7 +23,10 @@ def test_an_exported_draft_is_in_the_words_of_transformers_4_and_5(scaling, tmp_
     config.save_pretrained(tmp_path)
     backend = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b"))
     words = PreTrainedTokenizerFast(
-        tokenizer_object=backend, extra_special_tokens=["<|x|>"], is_local=True
+        tokenizer_object=backend,
+        extra_special_tokens=["<|x|>"],
+        is_local=True,
+        local_files_only=True,
     )
     words.save_pretrained(tmp_path)
     for_older_transformers(tmp_path)
@@ -37,3 +40,14 @@ def test_an_exported_draft_is_in_the_words_of_transformers_4_and_5(scaling, tmp_
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.extra_special_tokens == ["<|x|>"]
     assert tokenizer("a <|x|>").input_ids == words("a <|x|>").input_ids
+
+
+def test_the_layers_of_a_draft_in_the_layout_of_speculators_too(tmp_path):
+    layers = LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": 500_000.0})
+    about = {"transformer_layer_config": layers.to_dict()}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    for_older_transformers(tmp_path)
+    shape = json.loads((tmp_path / "config.json").read_text())["transformer_layer_config"]
+    assert (shape["rope_theta"], shape["rope_scaling"]) == (500_000.0, None)
+    assert shape["rope_parameters"] == layers.rope_parameters

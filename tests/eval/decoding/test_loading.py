@@ -5,8 +5,12 @@ import pytest
 import torch
 
 from align.errors import UserError
+from distill.drafters.eagle3 import KIND
+from distill.drafters.initialisation import to_train
+from distill.drafters.kind import Draft
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters import dflash
+from eval.decoding.drafters.eagle3 import load_eagle3
 from eval.decoding.drafters.formats import published_format
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.target import Target
@@ -33,8 +37,7 @@ def draft(target, tmp_path):
             keys = ("vocab_size", "hidden_size", "intermediate_size", "head_dim")
             keys = (*keys, "num_attention_heads", "num_key_value_heads")
             sizes = {key: shape[key] for key in keys}
-            layout = "EAGLE" if kind == "eagle3" else kind
-            PublishedEagle3(layout, sizes, [1], torch.arange(64)).save(folder)
+            PublishedEagle3(kind, sizes, [1], torch.arange(64)).save(folder)
         path = folder / "config.json"
         about = json.loads(path.read_text())
         about.get("transformer_layer_config", about).update(changes)
@@ -44,13 +47,24 @@ def draft(target, tmp_path):
     return save
 
 
-@pytest.mark.parametrize("kind", ["dflash", "eagle3", "speculators"])
+@pytest.mark.parametrize("kind", ["dflash", "EAGLE", "speculators"])
 def test_a_published_draft_of_shorter_texts_than_the_prompts_is_refused(draft, target, kind):
     folder = draft(kind, max_position_embeddings=63)
     with pytest.raises(UserError, match=r"up to position 63, .* take 64"):
         load_drafter(str(folder), target)
     shorter = replace(target, decoder=build_decoder(target.model, 63))
     assert load_drafter(str(folder), shorter).layers == (1,)
+
+
+def test_a_trained_draft_of_shorter_texts_than_the_prompts_is_refused(draft, target, tmp_path):
+    embedding, config = target.decoder.embedding, target.model.config
+    model, ids = load_eagle3(draft("EAGLE", max_position_embeddings=63), embedding, config)
+    (tmp_path / "trained").mkdir()
+    trained = Draft(to_train(model, torch.ones(1), embedding), ids)
+    trained.model.ttt_steps = 1
+    KIND.save(tmp_path / "trained", trained, embedding, "target")
+    with pytest.raises(UserError, match="up to position 63"):
+        load_drafter(str(tmp_path / "trained"), target)
 
 
 def test_an_architecture_that_nobody_knows_is_refused_by_its_name(draft, target):
