@@ -126,11 +126,11 @@ def plain_config(about: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json of either layout as one of z-lab's."""
     if (shape := about.get("transformer_layer_config")) is None:
         inner = about["dflash_config"]
-        if "target_layer_ids" not in inner:  # z-lab's class then spreads them evenly
-            count, last = about["num_hidden_layers"], about["num_target_layers"] - 3
-            steps = [i * (last - 1) / (count - 1) for i in range(count)] if count > 1 else []
-            ids = [round(1 + step) for step in steps] or [about["num_target_layers"] // 2]
-            inner = inner | {"target_layer_ids": ids}
+        if "target_layer_ids" not in inner and (depth := about.get("num_target_layers")):
+            # z-lab's class then spreads them evenly
+            count = about["num_hidden_layers"]
+            spread = [round(1 + i * (depth - 4) / max(count - 1, 1)) for i in range(count)]
+            inner = inner | {"target_layer_ids": spread if count > 1 else [depth // 2]}
         return {"block_size": inner.get("block_size"), **about, "dflash_config": inner}
     inner = {
         "mask_token_id": about["mask_token_id"],

@@ -151,7 +151,11 @@ def test_the_kind_and_the_head_are_read_from_the_draft(job, published, tmp_path)
         ("z-lab", WINDOW | {"layer_types": None, "max_window_layers": 1}, "sliding_attention"),
         ("z-lab", {"is_neox_style": False}, "is_neox_style False"),
         ("z-lab", {"dflash_config": {"attention_value_scale": 0.7}}, "attention_value_scale 0.7"),
-        ("z-lab", {"dflash_config": {"mask_token_id": 300}}, "lack of target_layer_ids"),
+        (
+            "z-lab",
+            {"dflash_config": {"mask_token_id": 300}, "num_target_layers": None},
+            "lack of target_layer_ids",
+        ),
         ("z-lab", {"dflash_config": {"mask_token_id": 300, "target_layer_ids": [1]}}, "layers .2."),
         ("z-lab", {"dflash_config": {"mask_token_id": 999, "target_layer_ids": [0]}}, "token 999"),
         ("medusa", {"original_lm_head": False}, "original_lm_head False"),
