@@ -11,6 +11,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,7 @@ class DraftTrainer(SFTTrainer):
         if self.pop_callback(ProgressCallback):
             self.add_callback(_Progress())
         model: Any = self.model
+        self.attention = model.config._attn_implementation
         # receives the weights at the end if they are sharded
         self.whole = hollow_copy(model) if self.is_fsdp_enabled else None
         plain: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -176,7 +178,8 @@ class DraftTrainer(SFTTrainer):
             logprobs = inputs["top_logprobs"].view(torch.float32)  # see `_prepare_inputs`
             sharper = sharpen(logprobs, self.recipe.teacher_temperature)
             inputs["top_logprobs"] = sharper.view(torch.int32)
-        if self.args.device.type == "cpu":
+        # other implementations are those of models that torch's fused attention cannot compute
+        if self.args.device.type == "cpu" and self.attention == "sdpa":
             draft: Any = self.model
             attention = cpu_attention(draft.config, *inputs["input_ids"].shape)
             draft.config._attn_implementation = attention
@@ -432,6 +435,8 @@ def build_trainer(
     model = prepared.model.float()
     entry_of = head_entries(prepared.token_ids, pair.target.vocab_size)
     tokenizer = copy.deepcopy(pair.target.tokenizer)  # the trainer changes it
+    if pair.target.special_ids["pad_token"] is None:
+        tokenizer.pad_token = None  # else trl writes an id without an entry into the draft's config
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = embedding is not None and head.weight is embedding.weight
@@ -470,21 +475,26 @@ def build_trainer(
         if recipe.early_stopping_patience is not None:
             callbacks.append(EarlyStoppingCallback(recipe.early_stopping_patience))
 
-    def read(index: int) -> CachedAnswer:
-        return answers[index] if index < FIRST_INDEX else held_out[index - FIRST_INDEX]
-
+    read = partial(_output_at, answers, held_out)
     return DraftTrainer(
         recipe,
         timing,
         model=model,
         args=config,
         train_dataset=rows,
-        data_collator=DistillationCollator(tokenizer.pad_token_id or 0, read, entry_of, states),
+        data_collator=DistillationCollator(read, entry_of, states),
         processing_class=tokenizer,
         peft_config=adapters,
         callbacks=callbacks,
         **evaluation,
     )
+
+
+def _output_at(
+    answers: Sequence[CachedAnswer], held_out: Sequence[CachedAnswer], index: int
+) -> CachedAnswer:
+    """The output of an index. A function of the module, which spawned workers can unpickle."""
+    return answers[index] if index < FIRST_INDEX else held_out[index - FIRST_INDEX]
 
 
 def distil_draft(
@@ -547,6 +557,6 @@ def distil(trainer: DraftTrainer, recipe: Recipe) -> PreTrainedModel | None:
         distilled = distilled.merge_and_unload(safe_merge=True)
     take_loss_forward(distilled)
     distilled._keys_to_ignore_on_save = None
-    distilled.set_attn_implementation("sdpa")
+    distilled.set_attn_implementation(trainer.attention)
     distilled.config.use_cache = True  # SFTTrainer turns it off
     return distilled.eval()

@@ -48,12 +48,12 @@ def _padded(rows: list[Tensor], value: int = 0) -> Tensor:
 class DistillationCollator:
     """Right-padded batches; each response token with the target's distribution there.
 
-    There is no attention mask, because attention is causal and the padding follows the text.
+    There is no attention mask, because attention is causal and the padding follows the text. It is
+    token 0, because a tokenizer's padding token may have no entry in the embedding.
     read: the output of an index. head_entries: for each target id its entry in the draft's head
     [V], or -1; None if entries and ids are equal. states: for a draft that reads them.
     """
 
-    pad_token_id: int
     read: Callable[[int], CachedAnswer]
     head_entries: Tensor | None = None
     states: States | None = None
@@ -63,7 +63,7 @@ class DistillationCollator:
         `positions` [N], `top_ids`, `top_logprobs` [N, C], `index` [B], `states` [B, T, L, H].
         """
         answers = [self.read(row["index"]) for row in rows]
-        input_ids = _padded([answer.text for answer in answers], self.pad_token_id)
+        input_ids = _padded([answer.text for answer in answers])
         # the logits at a position predict the next token
         predicting = [
             len(answer.prompt_ids) - 1 + torch.arange(len(answer.response_ids))

@@ -7,11 +7,12 @@ read, H hidden size, M draft tokens that a batch trains, S slots of all rows, Q 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 16  # divides T: a step of a new T leaves 5 MB in oneDNN (losses.rounded: per product)
 
@@ -90,6 +91,25 @@ def followed(positions: Tensor, chosen: Tensor, later: int) -> Tensor:
     """
     numbers = chosen[: max(0, len(chosen) - later)].nonzero()[:, 0]
     return numbers[positions[numbers + later] == positions[numbers] + later]
+
+
+def recomputed(layer: Any, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """function(*inputs), a part of the layer. With activation checkpointing the backward pass
+    computes it again; transformers does so for whole layers that are called as modules only.
+    """
+    if layer.gradient_checkpointing and layer.training:
+        return checkpoint(function, *inputs, use_reentrant=False)
+    return function(*inputs)
+
+
+def additive(visible: Tensor, like: Tensor) -> Tensor:
+    """The mask `visible` as scores to add, in the dtype in which attention computes on `like`.
+
+    Attention makes such a mask of a boolean one, and keeps it for each layer.
+    """
+    device = like.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else like.dtype
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 def unrolled_input(batch: TrainingBatch, steps: Iterable[Tensor], share: float) -> HeadInput:

@@ -26,7 +26,15 @@ from transformers import PreTrainedModel, Qwen3Config
 from transformers.models.llama.modeling_llama import repeat_kv, rotate_half
 
 from align.sources import read_json
-from distill.drafters.batch import HeadInput, Slots, TrainingBatch, drawn_depths, mean_depth
+from distill.drafters.batch import (
+    HeadInput,
+    Slots,
+    TrainingBatch,
+    additive,
+    drawn_depths,
+    mean_depth,
+    recomputed,
+)
 from distill.drafters.compact import target_id_maps, write_compact
 from distill.drafters.initialisation import scaled, shape_of, to_train, undivided, usual_sizes
 from distill.drafters.kind import Config, Draft, DraftKind, Origin
@@ -176,16 +184,24 @@ def read_blocks(model: Any, batch: TrainingBatch, slots: Slots) -> Tensor:
     numbers = torch.arange(width, device=before.device)
     seen = numbers < before[..., None]
     same = anchors[:, :, None] == anchors[:, None]
-    visible = torch.cat([seen, same], -1)[:, None]
     x = body.embed_tokens(slots.placed(tokens, 0))
+    visible = additive(torch.cat([seen, same], -1)[:, None], x)
     context = body.hidden_norm(body.fc(scaled(model, batch.states)))
     positions = torch.cat([numbers.expand(rows, -1), before + depths], 1)
     rotary = body.rotary_emb(x, positions)
     for layer in body.layers:
-        x = x + attended(layer, x, context, rotary, visible)
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        x = recomputed(layer, decoded, layer, x, context, rotary, visible)
     states: Tensor = body.norm(x)
     return states
+
+
+def decoded(
+    layer: Any, x: Tensor, context: Tensor, rotary: tuple[Tensor, Tensor], visible: Tensor
+) -> Tensor:
+    """The layer's output of the slots; arguments as of `attended`."""
+    x = x + attended(layer, x, context, rotary, visible)
+    output: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
+    return output
 
 
 def attended(

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
 from align.sources import load_config, read_json
-from distill.drafters.batch import HeadInput, TrainingBatch, unrolled_input
+from distill.drafters.batch import HeadInput, TrainingBatch, recomputed, unrolled_input
 from distill.drafters.compact import target_id_maps, write_compact
 from distill.drafters.initialisation import (
     least_squares,
@@ -295,7 +295,7 @@ def unrolled(model: Any, input_ids: Tensor, states: Tensor, steps: int) -> Itera
             if number:
                 read = layer.input_layernorm(x)
             x = x + layer.self_attn.o_proj(attention.attend(read))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            x = x + recomputed(layer, layer.mlp, layer.post_attention_layernorm(x))
         y = body.norm(x)
         hidden = y if model.config.norm_output else x
         yield F.pad(y, (0, 0, 1, 0))

@@ -34,6 +34,7 @@ DEEPER = 0.5  # probability that a position which trains head d trains head d + 
 
 class Medusa(DraftKind):
     fitted_weights = ("blocks", "lm_head")
+    unused = ("activation_checkpointing",)
     served_states = True
 
     def target_layers(self, target: Config, published: Config | None = None) -> tuple[int, ...]:

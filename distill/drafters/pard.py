@@ -21,6 +21,7 @@ from distill.drafters.batch import (
     HeadInput,
     Slots,
     TrainingBatch,
+    additive,
     drawn_depths,
     followed,
     mean_depth,
@@ -130,10 +131,11 @@ def read_with_masks(model: PreTrainedModel, batch: TrainingBatch, masks: Slots) 
     visible[:, width:, width:] = same & (depths[:, None] <= depths[:, :, None])
     embedded = masked.get_input_embeddings()(ids)
     mask = masked.mask(ids.new_zeros(1)).to(embedded.dtype).expand(*places.shape, -1)
-    masked.config._attn_implementation = "sdpa"  # because it accepts this attention mask
+    if masked._supports_sdpa:
+        masked.config._attn_implementation = "sdpa"  # keeps no scores
     return masked.base_model(
         inputs_embeds=torch.cat([embedded, mask], 1),
-        attention_mask=visible[:, None],
+        attention_mask=additive(visible[:, None], embedded),
         position_ids=torch.cat([numbers.expand(rows, -1), places + depths], 1),
         use_cache=False,
     ).last_hidden_state

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Protocol
 
 import torch
@@ -30,8 +31,11 @@ def states_of(answers: Store, layers: Sequence[int]) -> States | None:
     """A function that reads a text's states of these layers; None without layers."""
     if not layers:
         return None
-    store = answers.of_states(layers)
-    return lambda answer: store[name_of(answer.text)]["states"]
+    return partial(_cached_states, answers.of_states(layers))
+
+
+def _cached_states(store: Store, answer: CachedAnswer) -> Tensor:
+    return store[name_of(answer.text)]["states"]
 
 
 def read_states(decoder: Decoder, ids: Tensor, layers: Sequence[int]) -> list[Tensor]:

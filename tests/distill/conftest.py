@@ -184,13 +184,14 @@ def plain_recipe(folder, **changes):
 def plain_trainer():
     """Makes the trainer of a model that is no pair's draft, and whose head covers all words."""
 
-    def make(recipe, model, answers, held_out=(), strategy="direct"):
+    def make(recipe, model, answers, held_out=(), strategy="direct", pad="w0"):
         words = models.WordLevel({f"w{i}": i for i in range(model.vocab_size)}, unk_token="w0")
         pair = SimpleNamespace(
             target=SimpleNamespace(
                 vocab_size=model.vocab_size,
+                special_ids={"pad_token": 0 if pad == "w0" else None},
                 tokenizer=PreTrainedTokenizerFast(
-                    tokenizer_object=Tokenizer(words), pad_token="w0", eos_token="w1"
+                    tokenizer_object=Tokenizer(words), pad_token=pad, eos_token="w1"
                 ),
             ),
             strategy=strategy,

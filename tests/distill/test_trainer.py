@@ -1,6 +1,7 @@
 import errno
 import itertools
 import math
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -10,14 +11,16 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from safetensors import safe_open
 from torch.utils.data import BatchSampler
-from transformers import LlamaForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from align.errors import UserError
 from distill.drafters.pruned import KIND as PRUNED
+from distill.held_out import FIRST_INDEX
 from distill.loss_forward import give_loss_forward, take_loss_forward
 from distill.losses import coarse_loss, forward_kl, sharpen
 from distill.recipe import RecipeError, build_recipe
+from distill.teacher.store import Answers, Store
 from distill.trainer import SameOrder, distil, last_checkpoint, mark_complete, training_config
 from distill.training_set import DistillationCollator, answer_rows
 from tests.distill.conftest import made_answers, plain_recipe
@@ -41,8 +44,8 @@ def recipe_in(folder, **changes):
     return plain_recipe(folder, **{"max_steps": 8, "logging_steps": 1, "save_steps": 4} | changes)
 
 
-def batch_of(answers, pad=0):
-    return DistillationCollator(pad, answers.__getitem__)(list(answer_rows(answers)))
+def batch_of(answers):
+    return DistillationCollator(answers.__getitem__)(list(answer_rows(answers)))
 
 
 def test_batched_loss_is_the_sum_of_single_answers(tiny_model):
@@ -53,7 +56,7 @@ def test_batched_loss_is_the_sum_of_single_answers(tiny_model):
         logits = model(ids).logits[0, len(answer.prompt_ids) - 1 : -1]
         expected += coarse_loss(logits, answer.top_ids, answer.top_logprobs, forward_kl)[0].sum()
     give_loss_forward(model, PRUNED, forward_kl)
-    batch = batch_of(answers, 7)
+    batch = batch_of(answers)
     batch.pop("index")
     # fp32 sums in another order
     torch.testing.assert_close(model(**batch).loss, expected, rtol=1e-5, atol=1e-4)
@@ -101,6 +104,45 @@ def test_a_wide_batch_keeps_no_attention_scores(tmp_path, tiny_model, plain_trai
     assert eager == scores
     assert fused < scores
     torch.testing.assert_close(of_fused, of_products, rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_that_has_no_fused_attention_is_trained_with_its_own(tmp_path, plain_trainer):
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    model = GptOssForCausalLM(GptOssConfig(vocab_size=VOCAB, **shape, **experts, **heads))
+    torch.nn.init.constant_(model.model.layers[0].self_attn.sinks, 2.0)
+    ids = torch.arange(8)[None]
+    recipe = recipe_in(tmp_path, max_steps=1, learning_rate=0.0)
+    with torch.no_grad():
+        expected = model(ids).logits
+    distilled = distil(plain_trainer(recipe, model, made_answers()), recipe)
+    assert distilled.config._attn_implementation == "eager"
+    torch.testing.assert_close(distilled(ids).logits, expected)
+
+
+def test_a_padding_token_without_an_entry_is_not_read_and_not_written(
+    tmp_path, tiny_model, plain_trainer
+):
+    recipe = recipe_in(tmp_path, max_steps=1)
+    trainer = plain_trainer(recipe, tiny_model(), made_answers(), pad="[PAD]")
+    draft = distil(trainer, recipe)
+    assert draft.config.pad_token_id < VOCAB
+    draft.save_pretrained(tmp_path / "draft")
+    LlamaForCausalLM.from_pretrained(tmp_path / "draft")
+
+
+def test_workers_that_are_spawned_can_read_outputs(tmp_path, tiny_model, plain_trainer):
+    answers = made_answers(5)
+    store = Store(tmp_path / "store")
+    store.append({str(i): answer.packed(VOCAB) for i, answer in enumerate(answers)}, "local")
+    cached = Answers(store, ["0", "1", "2"]), Answers(store, ["3", "4"])
+    trainer = plain_trainer(recipe_in(tmp_path), tiny_model(), *cached)
+    collate = pickle.loads(pickle.dumps(trainer.data_collator))
+    rows = [{"index": 1}, {"index": FIRST_INDEX}]
+    expected = batch_of([answers[1], answers[3]])
+    assert torch.equal(collate(rows)["input_ids"], expected["input_ids"])
 
 
 def test_the_teacher_temperature_sharpens_what_is_learnt(tmp_path, tiny_model, plain_trainer):

@@ -29,7 +29,7 @@ def test_a_batch_has_the_cached_distributions_in_the_rows_of_the_head(tmp_path, 
     if trimmed:
         head_entries = torch.full((VOCAB,), -1)
         head_entries[::2] = torch.arange(VOCAB // 2)
-    collate = DistillationCollator(7, answers.__getitem__, head_entries)
+    collate = DistillationCollator(answers.__getitem__, head_entries)
     for some in ([3, 3, 20, 1], [5, 5]):  # of several lengths, and of one
         batch = collate([{"index": i} for i in some])
         expected = [made_answers()[i] for i in some]
@@ -45,7 +45,7 @@ def test_a_batch_has_the_cached_distributions_in_the_rows_of_the_head(tmp_path, 
 def test_a_batch_has_one_of_few_widths_and_nothing_is_at_its_end():
     answers = made_answers()
     read = {id(answer): torch.randn(len(answer.text) - 1, 2, 4) for answer in answers}
-    collate = DistillationCollator(7, answers.__getitem__, None, lambda answer: read[id(answer)])
+    collate = DistillationCollator(answers.__getitem__, None, lambda answer: read[id(answer)])
     for first in range(len(answers)):
         part = answers[first : first + 3]
         batch = collate([{"index": first + i} for i in range(len(part))])
@@ -56,7 +56,7 @@ def test_a_batch_has_one_of_few_widths_and_nothing_is_at_its_end():
         for row, answer in enumerate(part):
             end = len(answer.text)
             assert torch.equal(ids[row, :end], answer.text)
-            assert (ids[row, end:] == 7).all()
+            assert (ids[row, end:] == 0).all()
             known = batch["states"][row]
             assert torch.equal(known[: end - 1], read[id(answer)])
             assert not known[end - 1 :].any()

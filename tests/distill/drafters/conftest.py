@@ -59,6 +59,26 @@ def states(target):
     return read
 
 
+@pytest.fixture(scope="session")
+def kept_bytes():
+    """kept_bytes(model, read): bytes that read() keeps for its backward pass, and the gradients."""
+
+    def measure(model, read):
+        kept = {}
+
+        def keep(tensor):
+            kept[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        model.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            states = read()
+        states.pow(2).sum().backward()
+        return sum(kept.values()), [p.grad for p in model.parameters() if p.grad is not None]
+
+    return measure
+
+
 @pytest.fixture
 def warm_start(target, tmp_path):
     """warm_start(layout): a published EAGLE-3 draft of this target, its folder, and the draft that

@@ -179,3 +179,13 @@ def test_the_layout_of_speculators_is_read_like_z_labs(target, draft, tmp_path):
     for name, tensor in plain.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name])
         assert torch.allclose(tensor, draft.state_dict()[name])
+
+
+def test_activations_computed_twice_are_not_kept(draft, batch, kept_bytes):
+    blocks = draw_blocks(batch, MOST)
+    once = kept_bytes(draft.train(), lambda: read_blocks(draft, batch, blocks))
+    draft.gradient_checkpointing_enable()
+    twice = kept_bytes(draft, lambda: read_blocks(draft, batch, blocks))
+    draft.gradient_checkpointing_disable()
+    assert twice[0] < 0.7 * once[0]
+    torch.testing.assert_close(twice[1], once[1])

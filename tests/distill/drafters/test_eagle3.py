@@ -195,3 +195,17 @@ def test_a_draft_that_reads_layers_the_target_lacks_is_refused(finished, copied)
     target = load_target(recipe.target, torch.float32, "cpu", 64)
     with pytest.raises(ValueError, match=r"layers \[9\], but this target has 2"):
         load_drafter(str(draft), target)
+
+
+def test_activations_computed_twice_are_not_kept(warm_start, kept_bytes):
+    model = warm_start(next(iter(LAYOUTS)))[2].model.train()
+    ids, states = torch.randint(VOCAB, (2, 12)), torch.randn(2, 12, len(LAYERS), SIZE)
+
+    def read():
+        return torch.stack([*eagle3.unrolled(model, ids, states, 3)])
+
+    once = kept_bytes(model, read)
+    model.gradient_checkpointing_enable()
+    twice = kept_bytes(model, read)
+    assert twice[0] < 0.9 * once[0]
+    torch.testing.assert_close(twice[1], once[1])
