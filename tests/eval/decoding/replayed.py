@@ -72,8 +72,9 @@ def as_on_a_gpu(patch, record=Replayed):
 
     def soiled(decoder, rows, slots):
         cache = pooled(decoder, rows, slots)
-        for held in cache.keys + cache.values:
-            held.fill_(1e3)
+        with torch.inference_mode():  # in which a former text may have made the pooled cache
+            for held in cache.keys + cache.values:
+                held.fill_(1e3)
         return cache
 
     patch.setattr(graphs.GraphedDecoder, "new_cache", soiled)
