@@ -18,6 +18,7 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 os.environ.setdefault("TQDM_DELAY", "1")  # read at tqdm's import; hides bars of short tasks
 
+import torch
 from accelerate import PartialState
 
 from align.errors import UserError
@@ -59,6 +60,8 @@ def run(recipe: Recipe, measured: bool = True, summary: bool = True) -> int:
     """
     timeout = float(recipe.training.get("ddp_timeout", WAIT))
     use_machine(join_processes(recipe.training.get("use_cpu", False), timeout))
+    if recipe.training.get("use_cpu", False) and torch.cuda.is_available():
+        print("This run leaves the GPU idle (use_cpu: true); --use_cpu false trains on it.")
     # another CPU may have another default
     recipe = replace(recipe, dtype=from_first(recipe.dtype))
     for folder in (recipe.folder, cache_folder() / "teacher"):

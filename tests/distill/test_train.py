@@ -400,3 +400,15 @@ def test_the_terminal_names_each_stage_and_shows_nothing_that_a_user_cannot_mend
     shown = {line for line in re.split(r"[\r\n]+", done.stderr) if line.strip()}
     assert all(re.match(r"([\w =.]+:)? *\d+%\|", line) for line in shown), shown
     assert not any(line.startswith(("Loading", "Writing")) for line in shown)
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_a_gpu_that_stays_idle_is_named(job, tmp_path, monkeypatch, capsys, gpu):
+    monkeypatch.setattr(train, "run_stages", lambda *_: 0)
+    monkeypatch.setattr(train, "use_machine", lambda *_: None)
+    monkeypatch.setattr(train, "join_processes", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    recipe = job(tmp_path / "run")
+    training = recipe.training | {"use_cpu": True}
+    assert run(dataclasses.replace(recipe, training=training)) == 0
+    assert ("--use_cpu false" in capsys.readouterr().out) == gpu
