@@ -190,7 +190,7 @@ def test_unlike_machines_compute_in_the_dtype_of_the_first(tmp_path):
     ranks = run_ranks(tmp_path, 2, training.meet, tmp_path / "recipe.yaml")
     for status, shown in ranks:
         assert status == 0, shown
-        assert shown.splitlines()[-1] == "bfloat16 True"
+        assert "bfloat16 True" in shown.splitlines()
 
 
 @pytest.mark.real

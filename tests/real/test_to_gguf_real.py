@@ -38,7 +38,10 @@ def ask(tmp_path_factory):
     binary = f"@node-llama-cpp/linux-{'arm64' if platform.machine() == 'aarch64' else 'x64'}"
     packages = [f"{name}@{VERSION}" for name in ("node-llama-cpp", binary)]
     command = ["npm", "install", "--omit=optional", "--ignore-scripts", "--prefix", str(folder)]
-    made = subprocess.run([*command, *packages], capture_output=True, text=True)
+    try:
+        made = subprocess.run([*command, *packages], capture_output=True, text=True, timeout=180)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"npm did not install {packages[0]} within three minutes")
     if made.returncode:
         pytest.skip(f"npm could not install {packages[0]}: {made.stderr[-300:]}")
 
