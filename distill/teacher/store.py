@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import secrets
 import time
 from collections import Counter
@@ -29,7 +30,7 @@ from torch import Tensor
 from align.errors import UserError
 from align.files import atomic_file, locked, write_json
 from align.machine import from_first, shared_by_all, wait_on_host
-from align.sources import cache_folder, file_sha256, opened_weights
+from align.sources import SourceError, cache_folder, file_sha256, opened_weights
 from eval.decoding.loop import Decoding
 
 TEACHER = "teacher"  # the folder of all stores, in the cache or in a run's folder
@@ -149,10 +150,25 @@ def in_shards(texts: Iterable[T], tokens: Callable[[T], int]) -> Iterator[list[T
         yield shard
 
 
-class _Shard(NamedTuple):
-    """ends: the ends of the records, by column. by: what generated the records."""
+class _Column(NamedTuple):
+    """A tensor of a shard. start: its first byte in the file. ends: the ends of its records.
 
-    ends: dict[str, np.ndarray[Any, Any]]
+    like: no rows of it, for their shape and dtype.
+    """
+
+    start: int
+    ends: np.ndarray[Any, Any]
+    like: Tensor
+
+    def shape(self, number: int) -> tuple[int, ...]:
+        """The shape of a record's rows."""
+        return int(self.ends[number + 1] - self.ends[number]), *self.like.shape[1:]
+
+
+class _Shard(NamedTuple):
+    """columns: the shard's tensors. by: what generated the records."""
+
+    columns: dict[str, _Column]
     by: str
 
 
@@ -201,25 +217,33 @@ class Store:
                     "by": by,
                 }
             )
-            metadata = {"about": about}
             # another machine's shard of this number may not be visible yet
             name = f"shard-{len(self._shards):06d}-{secrets.token_hex(4)}.safetensors"
             path = self.folder / name
             with atomic_file(path, "wb") as file:
-                file.write(save(tensors, metadata=metadata))
-            self._take_in(path, metadata)
+                file.write(save(tensors, metadata={"about": about}))
+            self._take_in(path)
 
     def refresh(self) -> None:
         """Read the index of shards that any process has added."""
         for path in sorted(self.folder.glob("shard-*.safetensors")):
             if path not in self._shards:
-                with opened_weights(path, remedy=REMEDY) as file:
-                    self._take_in(path, file.metadata())
+                self._take_in(path)
 
-    def _take_in(self, path: Path, metadata: dict[str, str]) -> None:
-        about = json.loads(metadata["about"])
-        ends = {name: np.cumsum([0, *each]) for name, each in about["lengths"].items()}
-        self._shards[path] = _Shard(ends, about.get("by", "not recorded"))
+    def _take_in(self, path: Path) -> None:
+        with opened_weights(path, remedy=REMEDY) as file, path.open("rb") as raw:
+            about = json.loads(file.metadata()["about"])
+            data = 8 + int.from_bytes(raw.read(8), "little")  # where the tensors begin
+            header = json.loads(raw.read(data - 8))
+            columns = {
+                name: _Column(
+                    data + header[name]["data_offsets"][0],
+                    np.cumsum([0, *lengths]),
+                    file.get_slice(name)[:0].clone(),
+                )
+                for name, lengths in about["lengths"].items()
+            }
+        self._shards[path] = _Shard(columns, about.get("by", "not recorded"))
         self._places |= {name: (path, number) for number, name in enumerate(about["names"])}
 
     def missing(self, names: Sequence[str]) -> list[int]:
@@ -259,18 +283,46 @@ class Store:
 
     def __getitem__(self, name: str) -> Record:
         path, number = self._places[name]
-        # opened anew each time: pages of a map that stays open would count as this process's memory
-        with opened_weights(path, remedy=REMEDY) as file:
-            return {
-                column: file.get_slice(column)[ends[number] : ends[number + 1]].clone()
-                for column, ends in self._shards[path].ends.items()
-            }
+        columns = self._shards[path].columns
+        record = {
+            name: column.like.new_empty(column.shape(number)) for name, column in columns.items()
+        }
+        self._read(path, number, record)
+        return record
+
+    def read_into(self, name: str, column: str, out: Tensor) -> None:
+        """Read a record's rows in this column into `out`, a contiguous tensor on the CPU.
+
+        Several threads may call it. Raises UserError for a damaged shard, and for an `out` of
+        another shape or dtype.
+        """
+        self._read(*self._places[name], {column: out})
+
+    def _read(self, path: Path, number: int, record: Record) -> None:
+        """Read columns of a record into these tensors."""
+        try:
+            # not mapped, because mapped pages would count as this process's memory
+            with path.open("rb") as file:
+                for name, out in record.items():
+                    column = self._shards[path].columns[name]
+                    shape, dtype = column.shape(number), column.like.dtype
+                    if (out.shape, out.dtype, out.is_contiguous()) != (shape, dtype, True):
+                        raise UserError(
+                            f"{name} of a record in {path} is {dtype} {list(shape)}, and cannot be "
+                            f"read into {out.dtype} {list(out.shape)}; give contiguous rows of it."
+                        )
+                    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+                    file.seek(column.start + int(column.ends[number]) * row_bytes)
+                    bits: Any = out.flatten().view(torch.uint8).numpy()
+                    if file.readinto(bits) < len(bits):
+                        raise SourceError(f"{path} is damaged (it ends early); {REMEDY}.")
+        except FileNotFoundError as error:
+            raise SourceError(f"{path} is missing; {REMEDY}.") from error
 
     def length(self, name: str, column: str) -> int:
         """The number of rows of a record in this column."""
         path, number = self._places[name]
-        ends = self._shards[path].ends[column]
-        return int(ends[number + 1] - ends[number])
+        return self._shards[path].columns[column].shape(number)[0]
 
     def sha256_of(self, names: Sequence[str]) -> str:
         """A hash of these names and of the contents of their shards."""

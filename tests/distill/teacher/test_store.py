@@ -1,4 +1,5 @@
 import json
+from multiprocessing.pool import ThreadPool
 
 import pytest
 import safetensors
@@ -113,6 +114,42 @@ def test_what_changes_an_answer_has_a_store_of_its_own(tmp_path):
         assert "0" not in Store.of(KEY | change, tmp_path)
 
 
+def test_rows_are_read_into_a_slice_of_a_larger_buffer_by_several_threads(tmp_path):
+    store, lengths = Store(tmp_path), [3, 0, 5, 1]
+    states = [torch.randn(n, 2, 4).bfloat16() for n in lengths]
+    store.append({str(i): {"x": torch.ones(1), "states": s} for i, s in enumerate(states)}, "local")
+    buffer = torch.full((20, 2, 4), 7.0, dtype=torch.bfloat16)
+    starts = [0, 3, 4, 10]
+
+    def read(number):
+        rows = buffer[starts[number] :][: store.length(str(number), "states")]
+        store.read_into(str(number), "states", rows)
+
+    with ThreadPool(4) as pool:
+        pool.map(read, range(4))
+    for start, expected in zip(starts, states, strict=True):
+        assert torch.equal(buffer[start:][: len(expected)], expected)
+    assert (buffer[[3, 9, *range(11, 20)]] == 7).all()
+    assert torch.equal(store["2"]["states"], states[2])
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        torch.zeros(7, dtype=torch.int64),
+        torch.zeros(6, dtype=torch.int32),
+        torch.zeros(7, 1, dtype=torch.int32),
+        torch.zeros(14, dtype=torch.int32)[::2],
+    ],
+)
+def test_rows_are_not_read_into_another_form(tmp_path, out):
+    store = Store(tmp_path)
+    put(store, 0)
+    with pytest.raises(UserError):
+        store.read_into("0", "response_ids", out)
+    assert not out.any()
+
+
 def test_a_shard_that_is_cut_or_gone_is_an_error(tmp_path):
     store = Store(tmp_path)
     put(store, 0, 1)
@@ -122,9 +159,15 @@ def test_a_shard_that_is_cut_or_gone_is_an_error(tmp_path):
         Store(tmp_path)
     with pytest.raises(UserError, match=shard.name):
         store["1"]
-    shard.unlink()
+    out = torch.zeros(7, dtype=torch.int32)
+    store.read_into("1", "response_ids", out)  # before the cut
+    assert torch.equal(out, answer(1).response_ids.int())
     with pytest.raises(UserError, match=shard.name):
-        store["1"]
+        store.read_into("1", "top_ids", torch.zeros(7, 4, dtype=torch.uint16))
+    shard.unlink()
+    for read in (lambda: store["1"], lambda: store.read_into("1", "response_ids", out)):
+        with pytest.raises(UserError, match=shard.name):
+            read()
 
 
 def test_a_record_that_the_disk_shows_late_is_waited_for(tmp_path, monkeypatch):
