@@ -77,7 +77,7 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
     sets: Any = None
     if PartialState().is_main_process:
         kept = not recipe.dry_run and (recipe.folder / PROMPTS).is_dir()
-        sets = _kept(recipe) if kept else _chosen(recipe, target)
+        sets = _kept(recipe, target) if kept else _chosen(recipe, target)
     sets = from_first(sets)
     # training prompts that overlap are dropped
     sets = replace(sets, evaluation=replace(sets.evaluation, overlap=0))
@@ -103,7 +103,7 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
     return sets
 
 
-def _kept(recipe: Recipe) -> Prompts:
+def _kept(recipe: Recipe, target: Vocabulary) -> Prompts:
     """The prompts that `keep_prompts` has written to a run's folder.
 
     Their ids are stored as well, because a chat template may render the date.
@@ -122,7 +122,7 @@ def _kept(recipe: Recipe) -> Prompts:
                 f"{path} has {len(prompts)} prompts, but the run began with {len(ids[name])}; "
                 "restore the file, or start the run under another --name."
             )
-        return PromptSet(source, prompts, ids[name])
+        return PromptSet(source, prompts, ids[name], chat_template=bool(target.chat_template))
 
     return Prompts(
         part("train", recipe.train_prompts),

@@ -192,12 +192,14 @@ class PromptSet:
     """Prompts with their token ids and their source.
 
     overlap: number of training prompts that equal or nearly repeat a prompt; None: not known.
+    chat_template: whether the target has one; None: not known.
     """
 
     source: str
     prompts: list[Prompt]
     ids: list[list[int]]
     overlap: int | None = None
+    chat_template: bool | None = None
 
     @property
     def sha256(self) -> str:
@@ -793,4 +795,4 @@ def render_set(
     if longer:
         done = "dropped" if long_prompts == "drop" else "cut at their beginning"
         print(f"{source}: {longer} of {len(prompts)} prompts longer than {limit} tokens, {done}")
-    return PromptSet(source, kept, rendered)
+    return PromptSet(source, kept, rendered, chat_template=bool(tokenizer.chat_template))

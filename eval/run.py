@@ -68,6 +68,7 @@ from eval.measuring.environment import made_by
 from eval.measuring.evaluation import Plan, context_length, evaluate
 from eval.measuring.intervals import FEWEST_CLUSTERS
 from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
+from eval.near_duplicates import drop_overlap
 from eval.prompts import (
     LongPrompts,
     Prompt,
@@ -150,7 +151,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--fail_under_alpha", type=float, help="status 1 if the lower bound is below")
     add("--fail_under_speedup", type=float, help="status 1 if the lower bound is below")
     lists = ("gamma", "base_url", "server_args", "concurrency", "request_rate")
-    parser.set_defaults(**{option: [] for option in lists}, tuning=None, overlap=None)
+    of_runs = dict.fromkeys(("tuning", "overlap", "training"))
+    parser.set_defaults(**{option: [] for option in lists}, **of_runs)
     args = parser.parse_args(argv)
     if args.run is not None:
         given = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args))))
@@ -285,8 +287,17 @@ def _of_run(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
                 )
         defaults["overlap"] = 0  # the run dropped training prompts that overlap
         defaults["prompts"] = str(folder / "prompts" / "eval.jsonl")
+    else:
+        defaults["training"] = folder / "prompts" / "train.jsonl"
     defaults["strategy"] = read_json(folder / "vocab_check.json").get("used", "auto")
     return defaults
+
+
+def _overlap(args: argparse.Namespace, prompts: list[Prompt]) -> int | None:
+    """How many training prompts of --run nearly repeat a prompt; None: not known."""
+    if args.training is None:
+        return args.overlap
+    return drop_overlap(load_prompts(str(args.training)), prompts)[1].dropped
 
 
 def _prompt_sets(
@@ -307,7 +318,7 @@ def _prompt_sets(
     if args.engine not in SERVED:
         refuse_server_only(loaded)
     prompts = rendered(loaded)
-    prompts = replace(prompts, overlap=args.overlap)
+    prompts = replace(prompts, overlap=_overlap(args, loaded))
     if args.tuning is not None:
         return prompts, rendered(load_prompts(str(args.tuning)))
     # without a training run's tuning prompts, some prompts choose the draft length and are not
@@ -348,7 +359,7 @@ def _prompts_of_gguf(args: argparse.Namespace, error: SourceError) -> PromptSet:
     for prompt in prompts:
         refuse_without_template(prompt, template)
     ids = [[0] * (_bytes_read(prompt) + TEMPLATE) for prompt in prompts]
-    return PromptSet(args.prompts, prompts, ids, args.overlap)
+    return PromptSet(args.prompts, prompts, ids, _overlap(args, prompts), bool(template))
 
 
 def _bytes_read(prompt: Prompt) -> int:
@@ -462,7 +473,7 @@ def _measure_servers(args: argparse.Namespace, journal: Journal) -> Report:
     raw = any(prompt.prompt is not None for prompt in prompts)  # a run's prompts have it already
     template = load_tokenizer(args.target).chat_template if args.instruction and raw else None
     prompts = in_chat_form(prompts, args.instruction, template, args.chat_template_kwargs)
-    asked = PromptSet(args.prompts, prompts, [], args.overlap)
+    asked = PromptSet(args.prompts, prompts, [], _overlap(args, prompts))
     task = Task(asked, decoding_of(args), _made_by(args), args.loads, args.goodput, journal)
     urls, specs = _by_name(args.base_url, "served"), _by_name(args.draft or [])
     if args.run is None and (nameless := specs.keys() - urls.keys()):

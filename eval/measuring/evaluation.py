@@ -243,7 +243,7 @@ def evaluate(
             "decoding": decoding_facts(
                 decoding, ended, gamma=lengths[-1], gamma_policy=policies[-1]
             ),
-            "prompts": prompt_facts(evaluation, chat_template=bool(target.tokenizer.chat_template)),
+            "prompts": prompt_facts(evaluation),
             "environment": machine,
             "eager": without_graphs(target.decoder, drafters, lengths) if on_gpu else [],
             "provenance": provenance | {"resumed": journal.resumed},
@@ -312,16 +312,16 @@ def decoding_facts(decoding: Decoding, ended: Sequence[bool], **engine: Any) -> 
     }
 
 
-def prompt_facts(prompts: PromptSet, **target: Any) -> dict[str, Any]:
-    """The report's `prompts`. target: fields that only the reference decoder knows."""
+def prompt_facts(prompts: PromptSet) -> dict[str, Any]:
+    """The report's `prompts`."""
     return {
         "source": prompts.source,
         "n": len(prompts.prompts),
         "sha256": prompts.sha256,
         "overlap_with_training": prompts.overlap,
         "in_chat_form": prompts.in_chat_form,
+        "chat_template": prompts.chat_template,
         "chat_template_kwargs": prompts.chat_template_kwargs,
-        **target,
     }
 
 

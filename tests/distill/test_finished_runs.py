@@ -64,6 +64,16 @@ def test_measured_again_it_has_the_same_acceptance_rate(recipe, tmp_path):
         assert again[name].alpha == drafts[name].alpha
         assert again[name].vocabulary == drafts[name].vocabulary
     assert report.prompts.overlap_with_training == 0  # the run knows
+    assert report.prompts.chat_template is False
+
+
+@pytest.mark.parametrize("recipe", ["trimmed"], indirect=True)
+def test_other_prompts_are_compared_with_those_that_it_was_trained_on(recipe, tmp_path):
+    given = ["--run", str(recipe.folder), "--gamma", "1", "--output_dir", str(tmp_path)]
+    given += ["--prompts", str(recipe.folder / "prompts" / "train.jsonl"), "--max_prompts", "4"]
+    assert main(given) == 0
+    prompts = report_of(tmp_path).prompts
+    assert prompts.overlap_with_training >= prompts.n == 4
 
 
 def test_started_again_it_trains_nothing(recipe, tmp_path, capsys, monkeypatch):
