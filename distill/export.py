@@ -22,9 +22,8 @@ from align.sources import read_json
 from distill.drafters.kind import Draft
 from distill.drafters.pruned import HEAD_ENTRIES
 from distill.models import Pair
-from distill.prepare import until
 from distill.recipe import Recipe
-from distill.teacher.store import CachedAnswer
+from distill.teacher.store import Answers, CachedAnswer
 from eval.decoding.forward import input_embedding
 from eval.decoding.weights import linear
 
@@ -37,7 +36,7 @@ DROPPED_MASS = 1e-4
 
 
 def export_draft(
-    recipe: Recipe, pair: Pair, prepared: Draft, distilled: Any, answers: Iterable[CachedAnswer]
+    recipe: Recipe, pair: Pair, prepared: Draft, distilled: Any, answers: Answers
 ) -> None:
     """Write `draft/`, which engines load. A draft of the target's first layers (pruned, PARD) also
     gets `draft/compact/`, whose head may be trimmed; only the reference decoder loads that folder.
@@ -59,7 +58,8 @@ def export_draft(
                 kind.save(compact, Draft(full, ids), embedding, recipe.target)
                 if ids is not None:
                     assert prepared.full_head is not None
-                    full, agreement = full_vocabulary(full, ids, prepared.full_head, answers)
+                    read = answers.until(CALIBRATION_TOKENS)
+                    full, agreement = full_vocabulary(full, ids, prepared.full_head, read)
                     write_json(compact / FULL_FORM, agreement)
             kind.exported(full).save_pretrained(partial)
         for_older_transformers(partial)
@@ -106,7 +106,7 @@ def full_vocabulary(
     """
     token_ids, full_head = token_ids.to(distilled.device), full_head.to(distilled.device)
     states = []
-    for answer in until(answers, CALIBRATION_TOKENS):
+    for answer in answers:
         ids = torch.cat([answer.prompt_ids, answer.response_ids])[None].to(distilled.device)
         hidden = distilled.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
         states.append(hidden[0, len(answer.prompt_ids) - 1 :].float())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -151,14 +151,4 @@ def domain_mass(answers: Iterable[CachedAnswer], vocab_size: int) -> Tensor:
 
 def fitted(recipe: Recipe, answers: Answers) -> Answers:
     """The outputs of the least-squares initialisation: the first ones."""
-    count = len(list(until(answers, recipe.fit_tokens)))
-    return Answers(answers.store, answers.names[:count])
-
-
-def until(answers: Iterable[CachedAnswer], tokens: int) -> Iterator[CachedAnswer]:
-    """The first outputs, until they have `tokens` tokens in total."""
-    for answer in answers:
-        if tokens <= 0:
-            return
-        tokens -= len(answer.response_ids)
-        yield answer
+    return answers.until(recipe.fit_tokens)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -34,6 +35,7 @@ from eval.decoding.loop import seed_of
 from eval.decoding.target import Target, weights_sha256
 from eval.engines.local_vllm import EngineMissing, vllm_python
 
+FIT_MARGIN = 1.5  # the first outputs may be shorter than the mean
 USED = "answers.json"  # in a run's folder: the store and the outputs that it is trained on
 
 Answerer = Literal["local", "vllm", "server"]
@@ -161,16 +163,34 @@ class LocalTarget(AnsweringTarget):
     """A target in this process.
 
     load: returns the target; called only if an output is missing. layers: hidden states that are
-    stored with new outputs.
+    stored with new outputs. fit_layers: those that are stored with the first of `fit_names`, which
+    have about `fit_tokens` tokens or more.
     """
 
     by = "local"
     load: Callable[[], Target]
-    layers: Sequence[int] = ()
-    states: dict[str, Record] = field(default_factory=dict)  # of outputs that are not stored yet
+    layers: tuple[int, ...] = ()
+    fit_layers: tuple[int, ...] = ()
+    fit_names: Sequence[str] = ()
+    fit_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        # by layers: the store, and the states of outputs that are not stored yet
+        self.states: dict[tuple[int, ...], tuple[Store, dict[str, Record]]] = {
+            layers: (self.store.of_states(layers), {})
+            for layers in (self.layers, self.fit_layers)
+            if layers
+        }
+        self.fit_order = {name: number for number, name in enumerate(self.fit_names)}
+        self.outputs, self.tokens = 0, 0  # generated until now, and their response tokens
 
     def start(self) -> None:
         self.load()
+
+    def may_fit(self, name: str) -> bool:
+        """Whether this output may be one of the first ones, by the mean length until now."""
+        mean = self.tokens / self.outputs
+        return self.fit_order.get(name, math.inf) * mean < FIT_MARGIN * self.fit_tokens
 
     def made(self, missing: Mapping[str, list[int]], taught: bool) -> Made:
         state, settings = PartialState(), self.settings
@@ -183,6 +203,7 @@ class LocalTarget(AnsweringTarget):
         rows = min(settings.batch_size, len(missing))
         names, prompts = [names[i] for i in share], [prompts[i] for i in share]
         target = self.load()  # before the progress bar begins
+        layers = [layer for layers in self.states for layer in layers]
         bar = tokens_bar(len(share), settings.decoding, not state.is_main_process)
         generated = generate_batched(
             target.decoder,
@@ -191,7 +212,7 @@ class LocalTarget(AnsweringTarget):
             rows,
             # `taught` must not change the output
             [seed_of(settings.decoding.seed, name.removesuffix(TAUGHT)) for name in names],
-            Kept(lambda logits: top_logprobs(logits, settings.top_k), taught, self.layers),
+            Kept(lambda logits: top_logprobs(logits, settings.top_k), taught, layers),
             bar,
         )
         with bar:
@@ -200,16 +221,22 @@ class LocalTarget(AnsweringTarget):
                 ids, logprobs = (torch.stack(part).cpu() for part in captured)
                 text = torch.tensor(prompts[answer.index] + answer.tokens)
                 start = len(text) - len(ids)
-                if self.layers:
-                    self.states[name_of(text)] = {"states": torch.cat(answer.states)}
+                name = names[answer.index]
+                self.outputs, self.tokens = self.outputs + 1, self.tokens + len(ids)
+                for part, (_, kept) in self.states.items():
+                    if part == self.layers or self.may_fit(name):
+                        columns = [layers.index(layer) for layer in part]
+                        states = torch.cat(answer.states)[:, columns]
+                        kept[name_of(text)] = {"states": states}
                 output = CachedAnswer(text[:start], text[start:], ids, logprobs)
-                yield names[answer.index], output.packed(target.vocab_size)
+                yield name, output.packed(target.vocab_size)
 
     def keep(self, shard: Mapping[str, Record]) -> None:
         # states first: an output stored without states needs a second pass for them
-        if self.layers:
-            self.store.of_states(self.layers).append(self.states, self.by)
-            self.states = {}
+        for store, states in self.states.values():
+            if states:
+                store.append(states, self.by)
+                states.clear()
         super().keep(shard)
 
 

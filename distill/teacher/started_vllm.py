@@ -61,7 +61,10 @@ def answering_target(
     store = open_store(settings, pair.target, recipe.dtype, stores)
     if by == "vllm":
         return StartedVllm(store, settings, pair.target, prompted, dtype=recipe.dtype)
-    return LocalTarget(store, settings, load, pair.layers)
+    names = names_of(prompted[len(prompts.held_out.ids) :], taught)
+    return LocalTarget(
+        store, settings, load, pair.layers, pair.fit_layers, names, recipe.fit_tokens
+    )
 
 
 @dataclass(kw_only=True)

@@ -86,9 +86,12 @@ def cache_states(parts: Mapping[tuple[int, ...], Answers], reader: StateReader) 
     All processes must call it. Each computes its share, or the first process asks a server for all.
     """
     stores, missing, state = {}, dict[str, tuple[Answers, int]](), PartialState()
+    texts: dict[str, str] = {}  # the names of the outputs' texts
     for layers, answers in parts.items():
         if layers:
-            store, names = answers.store.of_states(layers), [name_of(a.text) for a in answers]
+            for i, name in enumerate(answers.names):
+                texts[name] = texts.get(name) or name_of(answers.text(i))
+            store, names = answers.store.of_states(layers), [texts[n] for n in answers.names]
             missing |= {names[i]: (answers, i) for i in store.missing(names)}
             stores[layers] = store, set(names)
     union, lacking = [layer for layers in stores for layer in layers], list(missing)
@@ -97,8 +100,8 @@ def cache_states(parts: Mapping[tuple[int, ...], Answers], reader: StateReader) 
     share = shards[state.process_index :: readers] if state.process_index < readers else []
     shown = share if state.is_main_process else ()
     for shard in tqdm(share, "target states", unit="shard", disable=not shown):
-        texts = [answers[i].text for answers, i in map(missing.__getitem__, shard)]
-        read = dict(zip(shard, reader.read(texts, union), strict=True))
+        ids = [answers.text(i) for answers, i in map(missing.__getitem__, shard)]
+        read = dict(zip(shard, reader.read(ids, union), strict=True))
         for layers, (store, wanted) in stores.items():
             columns = [union.index(layer) for layer in layers]
             store.append(

@@ -12,6 +12,7 @@ once, and a kill loses only the shard that is being written.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import secrets
@@ -326,7 +327,8 @@ class Store:
 
     def sha256_of(self, names: Sequence[str]) -> str:
         """A hash of these names and of the contents of their shards."""
-        lines = [f"{name} {file_sha256(self._places[name][0])}\n" for name in names]
+        hashes = {path: file_sha256(path) for path in {self._places[name][0] for name in names}}
+        lines = [f"{name} {hashes[self._places[name][0]]}\n" for name in names]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def made_by(self, names: Sequence[str]) -> dict[str, int]:
@@ -374,3 +376,17 @@ class Answers(Sequence[CachedAnswer]):
         """The number of tokens of an output and its prompt."""
         name = self.names[number]
         return self.store.length(name, "prompt_ids") + self.store.length(name, "response_ids")
+
+    def text(self, number: int) -> Tensor:
+        """All token ids of an output and its prompt [P + R]; nothing else of it is read."""
+        name, ids = self.names[number], torch.empty(self.tokens(number), dtype=torch.int32)
+        prompt = self.store.length(name, "prompt_ids")
+        self.store.read_into(name, "prompt_ids", ids[:prompt])
+        self.store.read_into(name, "response_ids", ids[prompt:])
+        return ids.long()
+
+    def until(self, tokens: int) -> Answers:
+        """The first outputs, until they have this number of response tokens in total."""
+        before = itertools.accumulate(self.response_lengths, initial=0)
+        count = sum(total < tokens for total in itertools.islice(before, len(self)))
+        return Answers(self.store, self.names[:count])

@@ -1,16 +1,18 @@
 """The target's hidden states: kept while it answers, made where they lack, shared like answers."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
 
+from distill import train
 from distill.models import check_models, target_loader
 from distill.prompt_sets import collect_prompts
 from distill.teacher import states as module
 from distill.teacher.answers import LocalTarget
 from distill.teacher.states import LocalStates, cache_states, states_of
-from distill.teacher.store import Answers, Store
+from distill.teacher.store import Answers, Store, name_of
 
 LAYERS = (1,)
 
@@ -61,6 +63,22 @@ def test_answering_keeps_those_of_a_pass_of_the_model(begun, passes, taught, tem
     check(states_of(target.store, LAYERS), answers, target.load, 1)
 
 
+def test_answering_keeps_those_of_the_fit_of_the_first_outputs(begun, passes):
+    target, prompts = begun
+    names = target.names(prompts)
+    target = dataclasses.replace(target, fit_layers=(2,), fit_names=names[2:], fit_tokens=60)
+    answers = target.answers(prompts)
+    first = Answers(target.store, names[2:]).until(60)
+    assert 1 < len(first) < len(names) - 2
+    cache_states({LAYERS: answers, (2,): first}, LocalStates(target.load))
+    assert not passes
+    check(states_of(target.store, (2,)), first, target.load, 2)
+    stored = target.store.of_states((2,))
+    texts = [name_of(answer.text) for answer in answers]
+    assert len(first) <= len(set(stored)) < len(set(texts))
+    assert texts[0] not in stored
+
+
 def test_they_are_made_once_where_they_lack_beside_the_same_answers(begun, passes, capsys):
     target, prompts = begun
     answers = target.answers(prompts)
@@ -79,3 +97,26 @@ def test_they_are_made_once_where_they_lack_beside_the_same_answers(begun, passe
     assert folders == {"states-0", "states-1", "states-2"}
     assert list(target.store.folder.glob("shard-*")) == shards
     assert states_of(target.store, ()) is None
+
+
+def test_outputs_are_computed_and_read_once_before_the_first_step(
+    job, tmp_path, monkeypatch, passes
+):
+    read, read_columns = Counter(), Store._read
+
+    def counted(store, path, number, record):
+        read.update((path, number, column) for column in record if column != "states")
+        read_columns(store, path, number, record)
+
+    def first_step(*_):
+        assert set(read.values()) <= {1, 2}
+        assert {read[key] for key in read if key[2].startswith("top")} == {1}  # in the fit
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Store, "_read", counted)
+    monkeypatch.setattr(train, "distil_draft", first_step)
+    recipe = job(tmp_path / "run", draft=None, drafter="eagle3", draft_vocab_size=None)
+    with pytest.raises(KeyboardInterrupt):
+        train.run(recipe)
+    assert read
+    assert not passes

@@ -2,11 +2,9 @@ import json
 from multiprocessing.pool import ThreadPool
 
 import pytest
-import safetensors
 import torch
 
 from align.errors import UserError
-from distill.prepare import until
 from distill.teacher import store as module
 from distill.teacher.store import Answers, CachedAnswer, Store, name_of, names_of
 
@@ -207,15 +205,19 @@ def test_a_shard_cut_short_while_writing_is_never_seen(tmp_path, monkeypatch):
 
 def test_only_the_answers_that_are_asked_for_are_read(tmp_path, monkeypatch):
     put(Store(tmp_path), *range(20))
-    opened = []
+    read, read_columns = [], Store._read
 
-    def counted(path, *how, safe_open=safetensors.safe_open):
-        opened.append(path)
-        return safe_open(path, *how)
+    def counted(store, path, number, record):
+        read.append((number, *record))
+        read_columns(store, path, number, record)
 
-    monkeypatch.setattr(safetensors, "safe_open", counted)
+    monkeypatch.setattr(Store, "_read", counted)
     answers = Answers(Store(tmp_path), map(str, range(20)))
     assert len(answers) == len(answers.response_lengths) == 20
-    assert len(opened) == 1  # for where they stand
-    assert len(list(until(answers, 15))) == 3  # of 7 tokens each
-    assert len(opened) <= 5
+    assert [len(answers.until(tokens)) for tokens in (0, 1, 14, 15, 1000)] == [0, 1, 2, 3, 20]
+    assert answers.tokens(3) == 12
+    assert not read
+    assert torch.equal(answers.text(3), answer(3).text)
+    assert read == [(3, "prompt_ids"), (3, "response_ids")]
+    assert len(list(answers.until(15))) == 3
+    assert len(read) == 5
