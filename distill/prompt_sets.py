@@ -1,9 +1,9 @@
 """Training, tuning and evaluation prompts of a run, which do not overlap.
 
-A spec is what `eval.prompts.load_prompts` reads, or one of two builders that come with draftsmith:
-`embedded:stdlib-functions` (Python's standard library) and
-`embedded:licence-clauses` (the licence texts in the wheel `licensedcode-data`, CC-BY-4.0). A run
-reads its sources once and keeps the prompts in its folder, where every later start finds them.
+A spec is what `eval.prompts.load_prompts` reads, or one of two sets that come with draftsmith:
+`embedded:stdlib-functions` (documented functions of Python's standard library, in the form of
+HumanEval) and `embedded:licence-clauses` (clauses of licence texts). A run reads its sources once
+and keeps the prompts in its folder, where every later start finds them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from align.files import atomic_folder, write_json
 from align.machine import from_first
 from align.sources import load_config, read_json
 from align.vocabulary import Vocabulary
-from distill.recipe import Recipe
+from distill.recipe import RECIPES, Recipe
 from distill.teacher.logged_rows import logged_prompts, with_output_ids
 from eval.decoding.build import longest_context
 from eval.measuring.intervals import FEWEST_CLUSTERS
@@ -32,7 +32,6 @@ from eval.prompts import (
     Prompt,
     PromptError,
     PromptSet,
-    draw,
     in_chat_form,
     load_prompts,
     open_prompts,
@@ -41,11 +40,13 @@ from eval.prompts import (
     render_set,
     write_prompts,
 )
-from recipes.code.stdlib_functions import stdlib_prompts
-from recipes.legal.licence_clauses import licence_prompts
 
-STDLIB = "embedded:stdlib-functions"
-LICENCES = "embedded:licence-clauses"
+# The embedded prompts, and those that are held out from them for the evaluation.
+EMBEDDED = {
+    "embedded:stdlib-functions": "code/stdlib-functions.jsonl.gz",
+    "embedded:licence-clauses": "legal/licence-clauses.jsonl.gz",
+}
+HELD_OUT = {"embedded:licence-clauses": "legal/licence-clauses-held-out.jsonl.gz"}
 PROMPTS = "prompts"  # in a run's folder: the prompts as they were asked
 OVERLAP, IDS = "overlap.json", "ids.json"
 HELD_OUT_PART = 20  # at most one in 20 training prompts is held out
@@ -207,7 +208,7 @@ def training_prompts(
     `load_prompts`.
     """
     if source is None:
-        source = _open_source(spec)
+        source = open_prompts(str(RECIPES / EMBEDDED[spec]) if spec in EMBEDDED else spec)
     order = list(range(len(source)))
     random.Random(seed).shuffle(order)
     # read one by one, so that only these prompts of a large data set are in memory
@@ -222,22 +223,14 @@ def training_prompts(
     return kept, overlap
 
 
-def _open_source(spec: str) -> Sequence[Prompt]:
-    if spec == STDLIB:
-        return stdlib_prompts()
-    return licence_prompts(held_out=False) if spec == LICENCES else open_prompts(spec)
-
-
 def evaluation_prompts(spec: str, limit: int | None, seed: int) -> list[Prompt]:
-    """Evaluation prompts; the licence builder gives those of documents held out from training."""
-    if spec == STDLIB:
+    """Evaluation prompts; of embedded ones those of documents held out from training."""
+    if spec in EMBEDDED and spec not in HELD_OUT:
         raise PromptError(
             f"eval_prompts is {spec!r}, but these prompts are for training and have no held-out "
             "part; evaluate on HumanEval, another data set or a file."
         )
-    if spec == LICENCES:
-        return draw(licence_prompts(held_out=True), limit, seed)
-    prompts = load_prompts(spec, limit, seed)
+    prompts = load_prompts(str(RECIPES / HELD_OUT[spec]) if spec in HELD_OUT else spec, limit, seed)
     refuse_server_only(prompts)
     return prompts
 

@@ -12,16 +12,15 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("align", "distill", "eval")
-ROOMS = (*PACKAGES, "recipes")  # data, and the builders of prompts beside it
 MODULES = sorted(
-    path for package in ROOMS for path in (ROOT / package).rglob("*.py") if path.name[0] != "_"
+    path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path.name[0] != "_"
 )
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def test_no_module_is_named_like_a_dependency_or_the_standard_library():
     """A script run by path has its own folder first on sys.path, where it would shadow them."""
-    installed = {name.lower() for name in metadata.packages_distributions()} - set(ROOMS)
+    installed = {name.lower() for name in metadata.packages_distributions()} - set(PACKAGES)
     taken = set(sys.stdlib_module_names) | installed
     # One level down is enough: only that folder gets onto sys.path.
     clashes = [
@@ -48,10 +47,9 @@ def test_the_flow_of_imports_has_one_direction():
     allowed = {
         "align": {"align"},
         "eval": {"align", "eval"},
-        "distill": set(ROOMS),
-        "recipes": set(ROOMS),
+        "distill": set(PACKAGES),
     }
-    pattern = re.compile(r"^\s*(?:from|import) (align|distill|eval|recipes)\b", re.MULTILINE)
+    pattern = re.compile(r"^\s*(?:from|import) (align|distill|eval)\b", re.MULTILINE)
     for path in MODULES:
         package = path.relative_to(ROOT).parts[0]
         wrong = set(pattern.findall(path.read_text("utf-8"))) - allowed[package]

