@@ -29,6 +29,7 @@ from eval.measuring.journal import JOURNAL, Journal
 from eval.measuring.runs import AT_LONGEST
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.fields import read_report
+from eval.reporting.files import write_report
 from eval.reporting.page import render_page
 from eval.reporting.warnings import find_warnings
 from eval.run import main
@@ -239,6 +240,24 @@ def test_a_server_that_drafts_nothing_has_no_speed_up(fake, idle):
     lookup = {"idle": "prompt-lookup"}
     report = measure_servers(drafts, VllmServer(plain.url), task, specs=lookup)
     assert list(report.drafts) == ["idle", "own"]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_report_of_running_servers_has_no_address(fake, tmp_path, stops):
+    """The server with the draft ends amid a stream, and perhaps refuses connections after it."""
+
+    class Stopping(Constant):
+        def write(self, ids, body):
+            if stops and len(drafting.streamed) == 3:
+                drafting.stop()
+            return super().write(ids, body)
+
+    drafting = fake(3, Stopping(), dies_after=2)
+    report = measure(drafting, fake(1))
+    write_report(tmp_path, report)
+    for file in tmp_path.iterdir():
+        assert "127.0.0.1" not in file.read_text()
+    assert report.provenance["failures"].startswith("served after 1 of 3 prompts: server")
 
 
 # --- Commands
