@@ -60,7 +60,7 @@ from eval.decoding.verification import SampleMethod, Sampling
 from eval.engines.comparison import Task
 from eval.engines.engine_server import EngineServer, Servers
 from eval.engines.llama_cpp import LlamaServers
-from eval.engines.load import GOODPUT, Load
+from eval.engines.load import GOODPUT
 from eval.engines.local_vllm import VllmServers
 from eval.engines.served import CLIENTS, client_of, measure_servers, measure_started
 from eval.engines.transformers_assisted import load_drafts, measure_assisted
@@ -80,7 +80,7 @@ from eval.prompts import (
     render_set,
 )
 from eval.reporting.build import build_report
-from eval.reporting.fields import DraftReport, Report
+from eval.reporting.fields import DraftReport, Load, Report
 from eval.reporting.files import write_report
 from eval.reporting.text import print_summary
 

@@ -28,7 +28,6 @@ from eval.decoding.verification import Sampling
 from eval.engines.divergences import Logprobs, not_judged
 from eval.engines.load import (
     PASSES,
-    Load,
     Pass,
     Request,
     TimedPass,
@@ -46,7 +45,7 @@ from eval.measuring.output_check import divergence
 from eval.measuring.runs import DraftLog, RunLog, Speculation, TargetOutput
 from eval.prompts import Prompt, PromptSet, after, turns_of
 from eval.reporting.build import build_report
-from eval.reporting.fields import Report
+from eval.reporting.fields import Load, Report
 
 WARM_UP = 16  # tokens of outputs that are not timed
 STARTS = 2  # most starts of a server in a visit; the second one after a failure
@@ -474,7 +473,7 @@ class Comparison:
                 doing = f"at {asked.load}"
                 if asked.load not in warm:  # a GPU's first batches compile kernels
                     first = asked._replace(
-                        load=Load(asked.edge), prompts=asked.prompts[: asked.edge]
+                        load=Load(concurrency=asked.edge), prompts=asked.prompts[: asked.edge]
                     )
                     timed_pass(engine, first, replace(self.decoding, max_new_tokens=WARM_UP))
                     warm.add(asked.load)

@@ -26,6 +26,7 @@ from eval.measuring.intervals import FEWEST_CLUSTERS, Both, Floats, StartError, 
 from eval.measuring.metrics import Percentiles, itl_ms, speedup_of
 from eval.measuring.runs import Speculation
 from eval.prompts import Prompt
+from eval.reporting.fields import Load
 
 PASSES = 2  # of each load: servers that run one at a time do one of them early and one late
 BATCHES = FEWEST_CLUSTERS // PASSES  # of requests that count, in a pass
@@ -37,18 +38,6 @@ WARM, STEADY = 3, 10  # mean latencies before requests count, and while they cou
 PATIENCE, MOST_IN_FLIGHT = 25, 1024
 GROWS, T_OF_GROWTH = 0.2, 4.54  # share of the mean in flight; t of a slope, 99% of 3 freedoms
 GOODPUT = ("ttft", "tpot", "e2el")  # names of limits, as in `vllm bench serve --goodput`
-
-
-class Load(NamedTuple):
-    """A steady load: `concurrency` requests in flight, or `rate` new requests per second."""
-
-    concurrency: int | None = None
-    rate: float | None = None
-
-    def __str__(self) -> str:
-        if self.concurrency:
-            return f"{self.concurrency} requests at a time"
-        return f"{self.rate:g} requests per second"
 
 
 class Pass(NamedTuple):
@@ -70,7 +59,7 @@ class Pass(NamedTuple):
         rng, due, prompts = np.random.default_rng(self.seed), 0.0, cycle(self.prompts)
         while True:
             gaps = rng.exponential(size=GAPS)
-            for gap in gaps / gaps.mean() / (self.load.rate or 0):
+            for gap in gaps / gaps.mean() / self.load.rate:
                 yield next(prompts), due
                 due += gap
 
@@ -294,8 +283,8 @@ def load_point(
     lengths = [(c.drafts + c.accepted, c.drafts) for c in counted if c.drafts]
     load = pairs[0][0].asked.load
     return both | {
-        "concurrency": load.concurrency,
-        "request_rate": load.rate,
+        "concurrency": load.concurrency or None,
+        "request_rate": load.rate or None,
         "requests": min(sum(len(batch.runs) for batch in side) for side in batches),
         "speedup": measure(
             "speedup",

@@ -58,10 +58,13 @@ class Goodput(Part):
 
 
 class Load(NamedTuple):
-    """New requests at a rate, or (rate 0) requests in flight; loads sort by their size."""
+    """A steady load: new requests per second, or requests in flight; the other number is 0.
 
-    rate: float
-    concurrency: int
+    Loads sort by their size.
+    """
+
+    rate: float = 0
+    concurrency: int = 0
 
     def __str__(self) -> str:
         if self.rate:

@@ -17,10 +17,11 @@ from eval.engines.comparison import (
     take_turns,
     there_and_back,
 )
-from eval.engines.load import Load, timed_pass
+from eval.engines.load import timed_pass
 from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer
 from eval.prompts import Prompt, PromptSet
+from eval.reporting.fields import Load
 from tests.fake_vllm import TEXT, Constant
 
 PROMPTS = PromptSet("made up", [Prompt(str(i), prompt=f"say {i}") for i in range(4)], [])
@@ -61,7 +62,7 @@ def compared(servers, order=take_turns, loads=(), running=None):
     running = running or [runs_already(client) for client in clients]
     comparison = Comparison(
         [Contender(context, str(i)) for i, context in enumerate(running)],
-        Task(PROMPTS, GREEDY, loads=[Load(n) for n in loads]),
+        Task(PROMPTS, GREEDY, loads=[Load(concurrency=n) for n in loads]),
     )
     comparison.run(order)
     return comparison

@@ -27,13 +27,14 @@ from eval.engines.comparison import (
 )
 from eval.engines.divergences import WIDEST_TIE, explain
 from eval.engines.llama_cpp import LlamaServer
-from eval.engines.load import Load, timed_pass
+from eval.engines.load import timed_pass
 from eval.engines.served import measure_servers
 from eval.engines.sglang import SglangServer
 from eval.engines.vllm import VllmServer
 from eval.measuring.journal import Journal
 from eval.measuring.output_check import Divergence
 from eval.prompts import Prompt, PromptSet
+from eval.reporting.fields import Load
 from eval.reporting.warnings import find_warnings
 from tests.fake_vllm import Constant
 
@@ -158,7 +159,7 @@ def test_outputs_from_before_a_failure_of_the_baseline_are_judged(fake, order, d
     assert {entry.get("judged", True) for entry in entries} == {not down}
 
 
-LOADS = [Load(1), Load(2)]
+LOADS = [Load(concurrency=1), Load(concurrency=2)]
 STAGES = ["start", "decode", "explain", "pass"]
 
 
@@ -248,13 +249,13 @@ def test_an_added_contender_or_load_costs_only_itself(fake, tmp_path):
         return [len(server.streamed) for server in servers]
 
     servers = two_servers(fake)
-    journaled(servers, tmp_path, [Load(1)])
+    journaled(servers, tmp_path, [Load(concurrency=1)])
     before = streamed()
     servers.append(fake(2, Served("blocks of 2", Model())))
-    journaled(servers, tmp_path, [Load(1)])
+    journaled(servers, tmp_path, [Load(concurrency=1)])
     assert streamed()[:2] == before
     counts = streamed()
-    comparison, _ = journaled(servers, tmp_path, [Load(1), Load(2)])
+    comparison, _ = journaled(servers, tmp_path, [Load(concurrency=1), Load(concurrency=2)])
     passes_of_two = 2 * (2 + 10 + 2 + 2)  # with requests that warm up
     assert [b - a for a, b in zip(counts, streamed(), strict=True)] == [passes_of_two] * 3
     assert [len(comparison.by_load(draft)[0]) for draft in comparison.drafting] == [2, 2]

@@ -12,7 +12,6 @@ from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
 from eval.engines.load import (
-    Load,
     Request,
     TimedPass,
     Window,
@@ -26,7 +25,7 @@ from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer
 from eval.measuring.intervals import StartError
 from eval.prompts import Prompt
-from eval.reporting.fields import LoadPoint, Overload
+from eval.reporting.fields import Load, LoadPoint, Overload
 from tests.fake_vllm import Constant
 
 PROMPTS = [Prompt(str(i), prompt=f"say {i}") for i in range(40)]
@@ -34,12 +33,14 @@ DECODING = Decoding(Sampling(), frozenset(), 20)
 
 
 def test_each_prompt_counts_and_the_edges_do_not():
-    first, second = passes(Load(2), PROMPTS, 0)
+    first, second = passes(Load(concurrency=2), PROMPTS, 0)
     assert (first.edge, first.batch) == (2, 4)
     ids = [[prompt.id for prompt in asked.prompts] for asked in (first, second)]
     assert ids[0][2:-2] + ids[1][2:-2] == [prompt.id for prompt in PROMPTS]
     assert ids[0][:2] + ids[0][-2:] == ["38", "39", "20", "21"]
-    assert [len(asked.prompts) for asked in passes(Load(32), PROMPTS, 0)] == [7 * 32] * 2
+    assert [len(asked.prompts) for asked in passes(Load(concurrency=32), PROMPTS, 0)] == [
+        7 * 32
+    ] * 2
 
 
 def test_requests_arrive_at_the_rate_and_at_the_same_times_for_all_servers():
@@ -65,7 +66,7 @@ class Together(Constant):
         return super().write(ids, body)
 
 
-@pytest.mark.parametrize("load", [Load(1), Load(4), Load(rate=50.0)])
+@pytest.mark.parametrize("load", [Load(concurrency=1), Load(concurrency=4), Load(rate=50.0)])
 def test_a_server_gets_the_load_and_is_counted(fake, load):
     plain, drafting = (fake(k, Together(load.concurrency or 1), delay=0.02) for k in (1, 3))
     clients = [VllmServer(server.url) for server in (plain, drafting)]
@@ -94,7 +95,10 @@ def test_a_server_gets_the_load_and_is_counted(fake, load):
 
 def test_a_repeated_request_is_timed_from_its_first_try(fake):
     """The second and the third repetition wait for 0.1 and 0.2 s."""
-    server, asked = fake(3, faults=[*[None] * 5, *[503] * 3]), passes(Load(1), PROMPTS, 0)[0]
+    server, asked = (
+        fake(3, faults=[*[None] * 5, *[503] * 3]),
+        passes(Load(concurrency=1), PROMPTS, 0)[0],
+    )
     passed = timed_pass(VllmServer(server.url, 5.0), asked, DECODING)
     first, after = passed.requests[5:7]
     assert 0.3 < first.run.prefill_seconds < first.run.seconds < after.start - first.start
@@ -105,7 +109,7 @@ def test_a_repeated_request_is_timed_from_its_first_try(fake):
 def test_outputs_of_one_token_have_no_time_between_tokens(fake):
     clients = [VllmServer(fake(length).url) for length in (1, 3)]
     one = replace(DECODING, max_new_tokens=1)
-    asked = passes(Load(4), PROMPTS, 0)[0]
+    asked = passes(Load(concurrency=4), PROMPTS, 0)[0]
     assert (
         load_point([tuple(timed_pass(client, asked, one) for client in clients)])["itl_ms"] is None
     )
@@ -146,7 +150,7 @@ def test_the_speedup_at_a_load_is_unbiased(concurrency, mean):
     def drafting(k):
         return 0.030 + 0.0016 * k
 
-    asked = passes(Load(concurrency), PROMPTS, 0)
+    asked = passes(Load(concurrency=concurrency), PROMPTS, 0)
     pairs = [(served(a, lengths, plain, 1), served(a, lengths, drafting, 2)) for a in asked]
     point = load_point(pairs)
     truth = 2 * plain(concurrency) / drafting(concurrency)

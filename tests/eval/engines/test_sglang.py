@@ -6,12 +6,12 @@ import pytest
 
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
-from eval.engines.load import Load, passes, timed_pass
+from eval.engines.load import passes, timed_pass
 from eval.engines.server import ServerError
 from eval.engines.sglang import SglangServer, counts_of
 from eval.measuring.runs import Speculation
 from eval.prompts import Prompt
-from eval.reporting.fields import read_report
+from eval.reporting.fields import Load, read_report
 from eval.run import main
 from tests.fake_vllm import TEXT, Constant
 
@@ -113,7 +113,7 @@ def test_one_request_at_a_time_is_timed_by_its_last_try(served):
 
 def test_counts_at_a_load_are_those_of_its_requests(served):
     server = served(3)
-    (asked, _) = passes(Load(2), [Prompt(str(i), prompt="x") for i in range(10)], 0)
+    (asked, _) = passes(Load(concurrency=2), [Prompt(str(i), prompt="x") for i in range(10)], 0)
     passed = timed_pass(SglangServer(server.url), asked, GREEDY)
     count = len(asked.prompts)
     assert passed.counters == (7 * count, 21 * count, 14 * count, [7 * count, 7 * count, 0])
