@@ -177,11 +177,17 @@ def write_errors_explained(path: Path) -> Iterator[None]:
         ) from reason
 
 
+def nearest_existing(folder: Path) -> Path:
+    """The folder, or the nearest folder above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
 def refuse_unwritable(folder: Path) -> None:
     """Raise UserError if this process cannot create the folder or write into it."""
     try:
-        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        with tempfile.TemporaryFile(dir=nearest) as file:  # a permission alone does not tell
+        with tempfile.TemporaryFile(
+            dir=nearest_existing(folder)
+        ) as file:  # a permission alone does not tell
             file.write(b"0")
     except OSError as error:
         raise UserError(

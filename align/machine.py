@@ -20,6 +20,7 @@ from accelerate import PartialState
 from accelerate.utils import get_int_from_env, parse_flag_from_env
 
 from align.errors import UserError
+from align.files import nearest_existing
 
 T = TypeVar("T")
 
@@ -162,7 +163,7 @@ def memory_left(device: torch.device = _HOST) -> int:
 def machine_lines(memory: int, disk: int, folder: Path, on_gpu: bool) -> list[str]:
     """Text on this machine beside a run's needs: bytes of memory, bytes of disk in `folder`."""
     about = f"machine: torch {torch.__version__}, {cores()} cores"
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    nearest = nearest_existing(folder)
     place, left = "memory", memory_left()
     if on_gpu and torch.cuda.is_available():
         about += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"

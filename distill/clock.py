@@ -1,8 +1,8 @@
 """The time of a run: one clock for all stages, stored in the run's folder.
 
-In a run with `minutes` the target generates outputs until a third of the minutes is over, and the
-draft is trained until two thirds are over. The evaluation uses the remaining time. A resumed run
-also counts the time before its interruption.
+In a run with `minutes` the target generates outputs, with their hidden states, until a third of the
+minutes is over. The draft is trained until two thirds are over. The evaluation uses the remaining
+time. A resumed run also counts the time before its interruption.
 """
 
 from __future__ import annotations
@@ -144,28 +144,31 @@ def answers_in_time(
     batch: int,
     start: Callable[[], None],
     answer: Callable[[int], Answers],
+    again: bool = False,
 ) -> Answers:
     """The target's outputs for the first prompts. The run's time limits their number.
 
-    total: number of prompts. lacking: the indices of prompts without a cached output, ascending.
-    batch: prompts in a batch. start: loads or starts the target; called only if outputs are
-    generated. answer: returns the outputs for the first n prompts. The speed of a round determines
-    the size of the next round. The first round is small, because a whole batch may take longer than
-    the time for all outputs.
+    total: number of prompts. lacking: the indices of prompts whose output or its hidden states are
+    not cached, ascending. batch: prompts in a batch. start: loads or starts the target; called only
+    if some are lacking. answer: returns the outputs for the first n prompts, and caches what they
+    lack. again: whether a start as long as the first follows the outputs. The speed of a round
+    determines the size of the next round. The first round is small, because a whole batch may take
+    longer than the time for all outputs.
     """
-    first = max(1, batch // 8)
+    first, starting = max(1, batch // 8), clock.seconds()
     made, new = 0, min(first, len(lacking))
     if new and from_first(clock.left(ANSWERED) <= 0 and lacking[0] >= batch):
         new = 0  # a resumed run has enough outputs
     if new:
         start()  # here, because its time says nothing of a round's speed
+    another = again * (clock.seconds() - starting)
     while True:
         made += new
         began = clock.seconds()
         answers = answer(lacking[made] if made < len(lacking) else total)
         if new == 0 or made == len(lacking):
             return answers
-        left, took = from_first((clock.left(ANSWERED), clock.seconds() - began))
+        left, took = from_first((clock.left(ANSWERED) - another, clock.seconds() - began))
         more = int(SAFETY * left * new / took)
         if more < max(1, first // 2):
             if made == first and PartialState().is_main_process:

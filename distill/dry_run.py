@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 import sys
 import textwrap
 
@@ -16,16 +17,18 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedTokenizerBase
 
+from align.errors import UserError
+from align.files import nearest_existing
 from align.machine import machine_lines
 from align.sources import load_config, read_json, resolve_checkpoint, weights_cached
 from distill.drafters.pruned import pruned_config
 from distill.models import Pair, check_models, parameters, target_loader
 from distill.prepare import untrained_drafter
-from distill.prompt_sets import collect_prompts
+from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe
-from distill.teacher.answers import to_answer
+from distill.teacher.answers import AnsweringTarget, to_answer
 from distill.teacher.started_vllm import answering_target
-from distill.teacher.store import bytes_per_token
+from distill.teacher.store import Answers, bytes_per_token
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
 from eval.measuring import metrics
@@ -36,6 +39,8 @@ EXAMPLE = 1000  # characters of a prompt's beginning, and of its end, that are p
 DEPTHS = range(1, 5)  # layers of a pruned draft that are tried besides the recipe's
 ROUNDS = 8  # in which each step is timed; the first three do not count
 TRAINED_BYTES = 16  # a trained parameter in fp32: weight, gradient, two moments of AdamW
+CHECKPOINT = 3 * 4  # bytes of a parameter there: weight and two moments of AdamW in fp32
+FEW = 8  # outputs of a run with `minutes` that must fit on the disk
 BESIDE = 1.3  # factor on the sum: activations, logits, what an allocator cannot use
 RUNTIME = 2**30  # bytes that a process, or a GPU's context, takes without a model
 
@@ -119,19 +124,7 @@ def print_memory(
     here, and generates the outputs here.
     """
     target = load_config(recipe.target).get_text_config()
-    size = getattr(torch, recipe.dtype).itemsize
-    if recipe.sibling is not None:
-        draft = parameters(load_config(recipe.sibling).get_text_config())
-    else:
-        kept = recipe.num_draft_layers if recipe.kind.language_model else 0
-        depth = target.num_hidden_layers
-        sizes = [parameters(pruned_config(target, n)) for n in (kept, depth, depth - 1)]
-        draft = sizes[0]
-        if not kept:  # layers like the target's last, because the first ones may have no experts
-            about = None
-            if recipe.draft is not None:
-                about = read_json(resolve_checkpoint(recipe.draft, weights=False) / "config.json")
-            draft += recipe.kind.num_layers(recipe.num_draft_layers, about) * (sizes[1] - sizes[2])
+    size, draft = getattr(torch, recipe.dtype).itemsize, draft_parameters(recipe)
     head_size = (
         getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
     )
@@ -148,15 +141,84 @@ def print_memory(
             stages["answering"] = (held + tokens * kv) // spread
     name = max(stages, key=lambda stage: stages[stage])
     needed = round(BESIDE * stages[name]) + RUNTIME
-    most = len(asked) * recipe.answer_max_new_tokens
-    disk = most * bytes_per_token(recipe.cache_top_k, target.vocab_size) + 3 * 4 * draft
-    fitted = asked[: math.ceil(recipe.fit_tokens / recipe.answer_max_new_tokens)]
-    for count, prompts in ((states, asked), (fit_states, fitted)):
-        tokens = sum(map(len, prompts)) + len(prompts) * recipe.answer_max_new_tokens
-        disk += 2 * count * target.hidden_size * tokens  # in bf16
+    new = recipe.answer_max_new_tokens
+    fitted = asked[: math.ceil(recipe.fit_tokens / new)]
+    disk = cache_bytes(recipe, asked, new, states) + CHECKPOINT * draft
+    disk += state_bytes(recipe, fit_states, sum(map(len, fitted)) + len(fitted) * new)
     print(f"{name} needs most memory (a coarse estimate)")
     on_gpu = not recipe.training.get("use_cpu", False)
     print("\n".join(machine_lines(needed, disk, recipe.folder, on_gpu)))
+
+
+def draft_parameters(recipe: Recipe) -> int:
+    """The number of the draft's parameters, or a little more, from the models' configs."""
+    if recipe.sibling is not None:
+        return parameters(load_config(recipe.sibling).get_text_config())
+    target = load_config(recipe.target).get_text_config()
+    kept = recipe.num_draft_layers if recipe.kind.language_model else 0
+    depth = target.num_hidden_layers
+    draft, whole, shorter = (parameters(pruned_config(target, n)) for n in (kept, depth, depth - 1))
+    if kept:
+        return draft
+    about = None
+    if recipe.draft is not None:
+        about = read_json(resolve_checkpoint(recipe.draft, weights=False) / "config.json")
+    # layers like the target's last, because the first ones may have no experts
+    return draft + recipe.kind.num_layers(recipe.num_draft_layers, about) * (whole - shorter)
+
+
+def state_bytes(recipe: Recipe, states: int, tokens: int) -> int:
+    """Bytes of this number of hidden states at each of the tokens, in bf16."""
+    width: int = load_config(recipe.target).get_text_config().hidden_size
+    return 2 * states * width * tokens
+
+
+def cache_bytes(recipe: Recipe, prompts: list[list[int]], new_tokens: int, states: int) -> int:
+    """Bytes of outputs, and of `states` hidden states at each of their and their prompts' tokens.
+
+    prompts: token ids. new_tokens: tokens of each output.
+    """
+    new = len(prompts) * new_tokens
+    vocab_size = load_config(recipe.target).get_text_config().vocab_size
+    outputs = new * bytes_per_token(recipe.cache_top_k, vocab_size)
+    return outputs + state_bytes(recipe, states, new + sum(map(len, prompts)))
+
+
+def check_disk(recipe: Recipe, pair: Pair, prompts: Prompts, target: AnsweringTarget) -> None:
+    """Raise UserError if a disk lacks space for the draft, or for outputs and hidden states even if
+    each output has one token. Print a warning if it lacks space for the longest outputs.
+
+    With `minutes`, which limit the number of outputs, FEW must fit.
+    """
+    asked = to_answer(prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers)
+    names = target.names(prompts.held_out.ids) + target.names(asked, recipe.train_on_prompts)
+    store, states = target.store, len(pair.layers)
+    named = zip(names, prompts.held_out.ids + asked, strict=True)
+    new, unread = [ids for name, ids in named if name not in store], 0
+    if states:  # of cached outputs, another run may have read none
+        cached, read = (
+            Answers(store, filter(store.__contains__, names)),
+            store.of_states(pair.layers),
+        )
+        without = (i for i, name in enumerate(cached.text_names) if name not in read)
+        unread = state_bytes(recipe, states, sum(map(cached.tokens, without)))
+    least = cache_bytes(recipe, new, 1, states) + unread
+    if recipe.minutes is not None:
+        least = cache_bytes(recipe, new[:FEW], 1, states)
+    most = cache_bytes(recipe, new, recipe.answer_max_new_tokens, states) + unread
+    draft = draft_parameters(recipe)
+    saved = draft * getattr(torch, recipe.dtype).itemsize * recipe.kind.language_model
+    for folder, fewest, largest, remedy in (
+        (store.folder, least, most, "set DRAFTSMITH_CACHE to a larger disk, or lower max_answers"),
+        (recipe.folder, saved, CHECKPOINT * draft, "set output_dir to a folder of a larger disk"),
+    ):
+        free = shutil.disk_usage(nearest_existing(folder)).free
+        sizes = f"{fewest / 2**30:.1f} to {largest / 2**30:.1f} GiB"
+        text = f"the run writes {sizes} to {folder}, and its disk has {free / 2**30:.1f} free"
+        if fewest > free:
+            raise UserError(f"T{text[1:]}; {remedy}.")
+        if largest > free:
+            print(f"Warning: {text}; if it is filled, {remedy}.")
 
 
 def print_example(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:

@@ -26,10 +26,10 @@ from align.files import refuse_unwritable
 from align.machine import free_memory, from_first, join_processes, use_machine, wait_on_host
 from align.sources import cache_folder, read_json
 from distill.clock import Clock, answers_in_time
-from distill.dry_run import dry_run
+from distill.dry_run import check_disk, dry_run
 from distill.evaluation import evaluate
 from distill.export import export_draft
-from distill.models import check_models, target_loader, with_published_kind
+from distill.models import Pair, check_models, target_loader, with_published_kind
 from distill.prepare import fitted, prepare_draft, print_coverage
 from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe, load_recipe
@@ -43,7 +43,7 @@ from distill.teacher.answers import USED, AnsweringTarget, note_used, to_answer
 from distill.teacher.logged import REMEDY
 from distill.teacher.served_states import state_reader
 from distill.teacher.started_vllm import answering_target
-from distill.teacher.states import cache_states
+from distill.teacher.states import StateReader, cache_states
 from distill.teacher.store import Answers
 from distill.trainer import WAIT, distil_draft, training_config
 from eval.measuring.journal import INTERRUPTED
@@ -87,26 +87,28 @@ def run_stages(recipe: Recipe, clock: Clock, measured: bool, summary: bool) -> i
     if main_process:
         if target is not None:
             target.check()
+            if not recipe.coverage_curve and not (recipe.folder / USED).exists():
+                check_disk(recipe, pair, prompts, target)
         claim_folder(recipe, pair, prompts, target)
         clock.keep()
     if target is not None:
         clock.stage(f"The target's outputs are {target.verb}")
-        with target:
-            held_out = target.answers(prompts.held_out.ids)
-            answers = answered(recipe, prompts, target, clock)
-        if not answers:
-            raise UserError(
-                f"None of {answers.asked} logged outputs is the target's own ({answers.left_out}); "
-                f"{REMEDY}."
-            )
-        if recipe.coverage_curve:
-            if main_process:
-                print_coverage(pair, answers)
-            return 0
-        if main_process:
-            note_used(recipe.folder, answers)
-        texts = Answers(target.store, answers.names + held_out.names)
         with state_reader(recipe, pair, target, load_target) as reader:
+            with target:
+                held_out = target.answers(prompts.held_out.ids)
+                answers = answered(recipe, pair, prompts, target, reader, clock)
+            if not answers:
+                raise UserError(
+                    f"None of {answers.asked} logged outputs is the target's own "
+                    f"({answers.left_out}); {REMEDY}."
+                )
+            if recipe.coverage_curve:
+                if main_process:
+                    print_coverage(pair, answers)
+                return 0
+            if main_process:
+                note_used(recipe.folder, answers)
+            texts = Answers(target.store, answers.names + held_out.names)
             cache_states({pair.layers: texts, pair.fit_layers: fitted(recipe, answers)}, reader)
         clock.stage("Prepare the base draft")
         # the first process prepares; the others wait, then read the result from disk
@@ -144,16 +146,28 @@ def run_stages(recipe: Recipe, clock: Clock, measured: bool, summary: bool) -> i
     return 0
 
 
-def answered(recipe: Recipe, prompts: Prompts, target: AnsweringTarget, clock: Clock) -> Answers:
-    """The target's outputs for the training prompts. Recipe or minutes limit their number."""
-    asked = to_answer(prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers)
-    taught = recipe.train_on_prompts
+def answered(
+    recipe: Recipe,
+    pair: Pair,
+    prompts: Prompts,
+    target: AnsweringTarget,
+    reader: StateReader,
+    clock: Clock,
+) -> Answers:
+    """The target's outputs for the training prompts. Recipe or minutes limit their number.
+
+    With minutes, the hidden states that outputs lack are computed in the same rounds, unless a vLLM
+    generates outputs: it is started again for the states.
+    """
     every = to_answer(prompts.training.ids, recipe.answers_per_prompt, None)
-    missing = set(target.store.missing(target.names(every, taught)))
-    unused = set(range(len(asked), len(every))) - missing
-    if unused and not missing.isdisjoint(range(len(asked))) and PartialState().is_main_process:
+    asked, taught, store = every[: recipe.max_answers], recipe.train_on_prompts, target.store
+    names = target.names(every, taught)
+    missing = store.missing(names)
+    unanswered = [i for i in missing if i < len(asked)]
+    unused = len(every) - len(asked) - (len(missing) - len(unanswered))
+    if unused and unanswered and PartialState().is_main_process:
         print(
-            f"outputs: {len(unused)} cached ones are of later prompts than max_answers takes, "
+            f"outputs: {unused} cached ones are of later prompts than max_answers takes, "
             "because the longest prompts are answered first; a larger max_answers uses them"
         )
     if recipe.coverage_curve:
@@ -167,9 +181,31 @@ def answered(recipe: Recipe, prompts: Prompts, target: AnsweringTarget, clock: C
         return first(read_json(noted)["count"])
     if recipe.minutes is None:
         return first(len(asked))
-    lacking = target.store.missing(target.names(asked, taught))
-    size = recipe.answer_batch_size
-    return answers_in_time(clock, len(asked), lacking, size, target.start, first)
+    lacking = unanswered = [i for i in missing if i < len(asked)]
+    states = bool(pair.layers) and not recipe.coverage_curve
+    again = states and target.by == "vllm" and bool(unanswered)
+    in_rounds = states and not again
+    if in_rounds:
+        stored = sorted(set(range(len(asked))).difference(unanswered))
+        cached = Answers(store, [names[i] for i in stored])
+        store.wait_for(cached.names)
+        without = store.of_states(pair.layers).missing(cached.text_names)
+        lacking = sorted(unanswered + [stored[i] for i in without])
+
+    def start() -> None:
+        if unanswered:
+            target.start()
+        if in_rounds:
+            reader.start()
+
+    def first_with_states(count: int) -> Answers:
+        answers = first(count)
+        if in_rounds:
+            cache_states({pair.layers: answers, pair.fit_layers: fitted(recipe, answers)}, reader)
+        return answers
+
+    batch = recipe.answer_batch_size
+    return answers_in_time(clock, len(asked), lacking, batch, start, first_with_states, again)
 
 
 def main(argv: list[str]) -> int:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from accelerate import PartialState
 from torch import Tensor
 
 from align.files import remove
@@ -76,6 +77,10 @@ class VllmStates:
     layers: tuple[int, ...]
     folder: Path
     stack: ExitStack
+
+    def start(self) -> None:
+        if PartialState().is_main_process:
+            _ = self.server
 
     @functools.cached_property
     def server(self) -> Server:

@@ -59,6 +59,10 @@ class StateReader(Protocol):
         """What a base draft is made from."""
         ...
 
+    def start(self) -> None:
+        """Load or start what computes states, if it has not been done yet."""
+        ...
+
     def read(self, texts: Sequence[Tensor], layers: Sequence[int]) -> Iterator[Tensor]:
         """The states [T - 1, L, H] of each text, in bf16 on the CPU."""
         ...
@@ -70,6 +74,9 @@ class LocalStates:
 
     by: ClassVar[Answerer] = "local"
     load: Callable[[], Target]
+
+    def start(self) -> None:
+        self.load()
 
     def read(self, texts: Sequence[Tensor], layers: Sequence[int]) -> Iterator[Tensor]:
         decoder = self.load().decoder  # loaded in inference mode it could not be trained from
@@ -86,12 +93,9 @@ def cache_states(parts: Mapping[tuple[int, ...], Answers], reader: StateReader) 
     All processes must call it. Each computes its share, or the first process asks a server for all.
     """
     stores, missing, state = {}, dict[str, tuple[Answers, int]](), PartialState()
-    texts: dict[str, str] = {}  # the names of the outputs' texts
     for layers, answers in parts.items():
         if layers:
-            for i, name in enumerate(answers.names):
-                texts[name] = texts.get(name) or name_of(answers.text(i))
-            store, names = answers.store.of_states(layers), [texts[n] for n in answers.names]
+            store, names = answers.store.of_states(layers), answers.text_names
             missing |= {names[i]: (answers, i) for i in store.missing(names)}
             stores[layers] = store, set(names)
     union, lacking = [layer for layers in stores for layer in layers], list(missing)
@@ -110,6 +114,6 @@ def cache_states(parts: Mapping[tuple[int, ...], Answers], reader: StateReader) 
             )
     for layers, (store, wanted) in stores.items():
         store.wait_for(wanted)
-        if state.is_main_process:
+        if missing and state.is_main_process:
             size = store.bytes_on_disk() / 2**20
             print(f"hidden states of layers {list(layers)}: {size:.0f} MiB in {store.folder}")

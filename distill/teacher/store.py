@@ -184,6 +184,7 @@ class Store:
         self.folder, self.key = folder, dict(key or {})
         self._places: dict[str, tuple[Path, int]] = {}  # shard, and number there
         self._shards: dict[Path, _Shard] = {}
+        self.text_names: dict[str, str] = {}  # of outputs, by their names
         self.refresh()
 
     @classmethod
@@ -384,6 +385,13 @@ class Answers(Sequence[CachedAnswer]):
         self.store.read_into(name, "prompt_ids", ids[:prompt])
         self.store.read_into(name, "response_ids", ids[prompt:])
         return ids.long()
+
+    @property
+    def text_names(self) -> list[str]:
+        """The names of the texts, under which other stores have their hidden states."""
+        known = self.store.text_names
+        known |= {n: name_of(self.text(i)) for i, n in enumerate(self.names) if n not in known}
+        return [known[name] for name in self.names]
 
     def until(self, tokens: int) -> Answers:
         """The first outputs, until they have this number of response tokens in total."""

@@ -1,5 +1,6 @@
 """A run keeps its minutes: by a clock that is moved by hand, and in runs that are cut off."""
 
+import dataclasses
 import json
 from time import sleep
 from types import SimpleNamespace
@@ -10,7 +11,13 @@ from align.errors import UserError
 from distill import clock as clock_module
 from distill import train
 from distill.clock import CLOCK, Clock, TrainingClock, answers_in_time
+from distill.models import check_models, target_loader
+from distill.prompt_sets import collect_prompts
 from distill.recipe import load_recipe
+from distill.teacher.answers import LocalTarget
+from distill.teacher.served_states import state_reader
+from distill.teacher.started_vllm import answering_target
+from distill.teacher.states import LocalStates, cache_states
 from distill.train import run
 from distill.trainer import last_checkpoint
 
@@ -79,6 +86,50 @@ def test_a_start_does_not_count_as_speed(time, tmp_path, start):
     count = answers_in_time(clock, 10**6, list(range(10**6)), 64, begin, answer)
     assert count > 0.9 * (200 - start) * 33
     assert time.now <= 200
+
+
+def test_a_second_start_for_the_states_has_its_time(time, tmp_path):
+    made = []
+
+    def begin():
+        time.now += 60
+
+    def answer(count):
+        time.now += count - sum(made)
+        made.append(count - sum(made))
+        return count
+
+    clock = Clock(tmp_path, 10.0)
+    assert answers_in_time(clock, 500, list(range(500)), 8, begin, answer, True) > 70
+    assert time.now + 60 <= 200
+
+
+@pytest.mark.parametrize("cached", [0, 6])
+def test_states_of_outputs_take_no_more_than_their_share(time, job, tmp_path, monkeypatch, cached):
+    recipe = job(tmp_path / "run", draft=None, drafter="eagle3", minutes=5, answer_batch_size=8)
+    pair = check_models(recipe)
+    prompts = collect_prompts(recipe, pair.target)
+    target = answering_target(recipe, pair, prompts, load := target_loader(recipe, prompts))
+    # another kind of draft has read other states of the first outputs
+    dataclasses.replace(target, layers=(), fit_layers=()).answers(prompts.training.ids[:cached])
+    read, generated = LocalStates.read, LocalTarget.made
+
+    def slow(work):
+        def after_time(*given):
+            for each in work(*given):
+                time.now += 20
+                yield each
+
+        return after_time
+
+    monkeypatch.setattr(LocalStates, "read", slow(read))
+    monkeypatch.setattr(LocalTarget, "made", slow(generated))
+    with state_reader(recipe, pair, target, load) as reader:
+        answers = train.answered(recipe, pair, prompts, target, reader, Clock(tmp_path, 5.0))
+        assert time.now in (80, 100)
+        assert len(answers) == time.now // 20
+        cache_states({pair.layers: answers}, reader)
+    assert time.now <= 100
 
 
 @pytest.mark.parametrize(("began", "warned"), [(199.0, False), (350.0, True), (500.0, True)])

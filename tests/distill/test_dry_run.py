@@ -4,6 +4,7 @@ import dataclasses
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from align.errors import UserError
 from align.sources import load_config
-from distill import dry_run, models
+from distill import dry_run, models, train
 from distill.train import run
 from eval.measuring.cost import StepCosts
 from eval.prompts import PromptSet
@@ -68,6 +69,61 @@ def test_hidden_states_need_disk(job, tmp_path, capsys):
     states = 16 / 2**20 * 400
     assert needed - without == pytest.approx(5 * 1000 * states, abs=0.2)
     assert fitted - needed == pytest.approx(2 * 200 * states, abs=0.2)  # only for the first outputs
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """The bytes that are free on every disk: `disk.free`."""
+    usage = SimpleNamespace(free=0)
+    monkeypatch.setattr(dry_run.shutil, "disk_usage", lambda folder: usage)
+    return usage
+
+
+@pytest.mark.parametrize(
+    ("free", "cached", "minutes", "refused", "warned"),
+    [
+        (7_000, 0, None, True, False),
+        (8_000, 0, None, False, True),
+        (7_000, 0, 5, False, True),  # fewer outputs fit
+        (1_000, 0, 5, True, False),
+        (54_000, 0, None, False, True),
+        (55_000, 0, None, False, False),
+        (8_000, 11, None, True, False),  # their states alone take 20 kB
+        (8_000, 11, 5, False, True),
+        (23_000, 11, None, False, False),
+    ],
+)
+def test_outputs_that_do_not_fit_on_the_disk_are_refused_before_one_is_generated(
+    job, tmp_path, monkeypatch, capsys, free, cached, minutes, refused, warned
+):
+    """11 prompts with 83 tokens in all, outputs of 1 to 24 tokens of 124 bytes, and 64 bytes of a
+    state at each token: 7,380 to 54,944 bytes.
+    """
+    keys = PRUNED | {"minutes": minutes}
+    if cached:
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "prepare_draft", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                run(job(tmp_path / "other", **keys))
+    usage = SimpleNamespace(free=free)
+    monkeypatch.setattr(dry_run.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(dry_run, "CHECKPOINT", 0)
+    monkeypatch.setattr(train, "answered", answered := Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(UserError if refused else KeyboardInterrupt):
+        run(job(tmp_path / "run", drafter="eagle3", **keys))
+    assert answered.called != refused
+    assert ("Warning: the run writes" in capsys.readouterr().out) == warned
+    assert (tmp_path / "run").exists() != refused
+
+
+def test_a_draft_that_does_not_fit_on_the_disk_is_refused(job, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        dry_run.shutil,
+        "disk_usage",
+        lambda folder: SimpleNamespace(free=2**40 * (tmp_path not in (folder, *folder.parents))),
+    )
+    with pytest.raises(UserError):
+        run(job(tmp_path / "run", **PRUNED))
 
 
 @pytest.mark.parametrize(
