@@ -63,10 +63,10 @@ def measure_agreement(
     """
     layers = {layer for drafter in drafters.values() for layer in drafter.layers}
 
-    def measure(_number: int, row: tuple[Prompt, list[int], list[int]]) -> dict[str, Any]:
+    def measure(_: int, row: tuple[Prompt, list[int], list[int]], without: list[int]) -> list[Any]:
         prompt, ids, text = row
         about = prompt.id, prompt.category, 0.0, len(text)
-        agreements = {name: Agreement(*about, [], [], prompt.group, len(ids)) for name in drafters}
+        agreements = [Agreement(*about, [], [], prompt.group, len(ids)) for _ in drafters]
         entropies: list[float] = []
         # A piece is read as the output to all text before it, because the logits of a long output
         # would fill the memory.
@@ -84,7 +84,9 @@ def measure_agreement(
                 )
             entropies += bits.tolist()
             p = warp(scores[0], decoding.sampling)
-            for name, drafter in drafters.items():
+            for number, drafter in enumerate(drafters.values()):
+                if number not in without:
+                    continue
                 q = drafter.teacher_forced(before, piece, decoding.draft_sampling, states)
                 highest, guesses = q.max(-1)
                 drafted = highest > 0  # q is all zero if nothing is proposed
@@ -92,17 +94,16 @@ def measure_agreement(
                     rates = p.gather(-1, guesses[:, None])[:, 0] * drafted
                 else:
                     rates = agreement(p, q)
-                agreements[name].alpha_sum += float(rates.sum())
-                agreements[name].values += rates.tolist()
-                agreements[name].guesses += guesses.where(drafted, -1).tolist()
-        return {"agreements": agreements, "bits": entropies}
+                agreements[number].alpha_sum += float(rates.sum())
+                agreements[number].values += rates.tolist()
+                agreements[number].guesses += guesses.where(drafted, -1).tolist()
+        return [[*agreements, entropies][number] for number in without]
 
     rows = list(zip(prompts.prompts, prompts.ids, texts, strict=True))
-    measured = journal.each("acceptance rate", rows, measure, lambda row: row, "prompt", enough)
-    by_draft = {
-        name: [Agreement(**row["agreements"][name]) for row in measured] for name in drafters
-    }
-    return by_draft, [row["bits"] for row in measured]
+    stages = [*(f"acceptance rate of {name}" for name in drafters), "entropy"]
+    *rates, bits = journal.together(stages, rows, measure, lambda row: row, "prompt", enough)
+    by_draft = [[Agreement(**fields) for fields in each] for each in rates]
+    return dict(zip(drafters, by_draft, strict=True)), bits
 
 
 def entropy_bits(logits: Tensor) -> Tensor:

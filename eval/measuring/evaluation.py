@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -86,7 +88,7 @@ def evaluate(
     machine = environment(
         "torch", torch.__version__, target.decoder.device, device_count(target.model)
     )
-    _begin(journal, target, drafters, (evaluation, tuning), decoding, plan)
+    labels = _begin(journal, target, drafters, (evaluation, tuning), decoding, plan)
     sampling, seed = decoding.sampling, decoding.seed
     spell, special = spelling(target)
 
@@ -100,8 +102,8 @@ def evaluate(
         def enough(measured: int) -> bool:
             nonlocal earlier
             earlier = measured if earlier < 0 else earlier
-            if then in journal.results or plan.seconds is None:
-                return then in journal.results
+            if journal.has(then) or plan.seconds is None:
+                return journal.has(then)
             now = time.monotonic()
             half = (now - started) / max(1, measured - earlier) / 2
             return measured >= fewest and now + half >= began + share * plan.seconds
@@ -133,7 +135,7 @@ def evaluate(
     longest = max(plan.max_draft_length, plan.draft_length or 0)
     timed_steps = target.decoder, [*drafters.values()], context, longest, decoding
     costs: list[StepCosts] = journal.once(
-        "step costs",
+        f"step costs with {', '.join(labels.values())}",
         lambda: step_costs(*timed_steps, until(COSTS, "", FEWEST_ROUNDS)),
         lambda each: [StepCosts(**fields) for fields in each],
     )
@@ -149,7 +151,7 @@ def evaluate(
             enough = until(share, "", FEWEST_TUNED)
             given = target, drafter, tuning, decoding, draft_costs, longest, enough
             length, prompts = journal.once(
-                f"draft length of {name}", partial(fastest_length, *given)
+                f"draft length of {labels[name]}", partial(fastest_length, *given)
             )
             policy = f"fixed, fastest on {prompts} other prompts"
         elif drafter.most is not None and length > drafter.most:
@@ -159,7 +161,8 @@ def evaluate(
 
     # 4. Acceptance rates, and the baseline compared with transformers' `generate`.
     enough = until(ACCEPTANCE, "stock generate", fewest)
-    rates, bits = measure_agreement(target, drafters, drawn, texts, decoding, journal, enough)
+    labelled = {labels[name]: drafter for name, drafter in drafters.items()}
+    rates, bits = measure_agreement(target, labelled, drawn, texts, decoding, journal, enough)
     # in the order of the evaluation prompts again
     evaluation = evaluation.of_ids({prompt.id for prompt in drawn.prompts[: len(bits)]})
     numbers = {prompt.id: number for number, prompt in enumerate(drawn.prompts)}
@@ -173,14 +176,15 @@ def evaluate(
     # 5. The timed prompts, each without a draft and with each draft, until the time is over. If
     # tokens are sampled, prompts are decoded greedily, too: only greedy outputs can be compared.
     greedy = replace(decoding, sampling=Sampling())
-    contenders = [
-        Contender(drafter, length, setting)
-        for setting in ([decoding] if sampling.greedy else [decoding, greedy])
-        for drafter, length in zip([None, *drafters.values()], [0, *lengths], strict=True)
-    ]
+    settings = [(decoding, "")] if sampling.greedy else [(decoding, ""), (greedy, ", greedy")]
+    sides = {"target": None, **labelled}
+    contenders = {
+        f"{label}{greedily}": Contender(drafter, length, setting)
+        for setting, greedily in settings
+        for (label, drafter), length in zip(sides.items(), [0, *lengths], strict=True)
+    }
 
-    compared = [f"texts of {name} compared" for name in drafters]
-    after = compared[0] if sampling.greedy else "sampled outputs read"
+    after = "output check" if sampling.greedy else "sampled outputs"
     in_time, latest = (until(share, after, FEWEST_TIMED) for share in (TIMED, LATEST))
 
     def enough_timed(measured: int) -> bool:
@@ -195,16 +199,17 @@ def evaluate(
     # 6. The output check: greedy outputs with and without each draft are compared. The target reads
     # sampled outputs, because their log-probabilities are compared.
     if not sampling.greedy:
-        read_sampled(target.decoder, timed, [baseline, *runs], journal)
+        sampled = dict(zip(sides, [baseline, *runs], strict=True))
+        read_sampled(target.decoder, timed, sampled, journal)
     check = LosslessCheck(
         target, greedy, lambda ids: b"".join(map(spell, ids)).decode("utf-8", "replace")
     )
     logs = []
-    for stage, (name, drafter), length, policy, draft_costs, mine, mine_greedily in zip(
-        *(compared, drafters.items(), lengths, policies, costs, runs, greedy_runs), strict=True
+    for (name, drafter), length, policy, draft_costs, mine, mine_greedily in zip(
+        *(drafters.items(), lengths, policies, costs, runs, greedy_runs), strict=True
     ):
-        sides = greedy_baseline, mine_greedily
-        compare = partial(check.ledger, drafter, length, timed, *sides, until(CHECKED, ""))
+        outputs = greedy_baseline, mine_greedily
+        compare = partial(check.ledger, drafter, length, timed, *outputs, until(CHECKED, ""))
         logs.append(
             DraftLog(
                 name=name,
@@ -214,7 +219,7 @@ def evaluate(
                     "vocabulary": dict(drafter.vocabulary),
                     "gamma": length,
                     "gamma_policy": policy,
-                    "lossless": journal.once(stage, compare),
+                    "lossless": journal.once(f"output check of {labels[name]}", compare),
                     "memory": {
                         "target_bytes": target.bytes,
                         "draft_bytes": drafter.bytes,
@@ -227,7 +232,7 @@ def evaluate(
                 },
                 runs=mine,
                 baseline=baseline,
-                agreement=[rates[name][number] for number in order],
+                agreement=[rates[labels[name]][number] for number in order],
                 costs=draft_costs,
             )
         )
@@ -336,27 +341,30 @@ def _begin(
     parts: Sequence[PromptSet],
     decoding: Decoding,
     plan: Plan,
-) -> None:
-    """Make the journal continue if it belongs to exactly these models, prompts and settings.
+) -> dict[str, str]:
+    """Make the journal continue if it belongs to exactly this target, prompts and settings.
 
+    Returns a label of each draft, which changes with everything else on which its results depend.
     The plan's seconds are not compared, because a process that continues has fewer seconds left.
     """
     ids, dtype = parts[0].ids[0][:PROBED_TOKENS], _dtype(target)
     states: HiddenStates = dict.fromkeys(k for drafter in drafters.values() for k in drafter.layers)
     logits = teacher_forced_logits(target.decoder, ids, 1, states)
-    hashes = [_hash_of_numbers(target.spec, logits, dtype)]
+    labels = {}
     for name, drafter in drafters.items():
         # the last token of a text is not read
         q = drafter.teacher_forced(ids[:1], [*ids[1:], 0], Sampling(1.0), states)
-        hashes.append(_hash_of_numbers(name, q, dtype))
+        about = [_hash_of_numbers(name, q, dtype), drafter.path, dict(drafter.vocabulary)]
+        about += [plan.draft_length, plan.max_draft_length]
+        labels[name] = f"{name} ({hashlib.sha256(json.dumps(about).encode()).hexdigest()[:8]})"
     journal.begin(
-        hashes,
-        [(name, drafter.path, drafter.vocabulary) for name, drafter in drafters.items()],
+        _hash_of_numbers(target.spec, logits, dtype),
         [(part.ids, [(p.id, p.category, p.group) for p in part.prompts]) for part in parts],
         asdict(decoding) | {"stops": sorted(decoding.stops)},
-        asdict(replace(plan, seconds=None)),
+        plan.speed_prompts,
         (device_name(target.model), dtype, torch.__version__),
     )
+    return labels
 
 
 def _hash_of_numbers(name: str, computed: Tensor, dtype: str) -> str:

@@ -1,8 +1,9 @@
 """The journal of an evaluation: its results so far, so that an interrupted evaluation continues.
 
-A journal is a file of lines, each with a crc32 and JSON. The first line is a hash of models,
-prompts and settings; each later line is a result of a stage: `[stage, number, value]`. Results
-after a damaged line are measured again.
+A journal is a file of lines, each with a crc32 and JSON. The first line is a hash of the target,
+prompts and settings; each later line is a result of a stage: `[stage, number, value]`. A draft's
+stages have its own label, so other drafts cost it nothing. Results after a damaged line are
+measured again.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Journal(AbstractContextManager["Journal"]):
         if kept_about != about:
             lines = []
             print(
-                f"{self.path} has results for other models, prompts or settings; they are "
+                f"{self.path} has results for another target, other prompts or settings; they are "
                 "replaced.",
                 file=sys.stderr,
             )
@@ -112,16 +113,41 @@ class Journal(AbstractContextManager["Journal"]):
         Rows with a result in the journal are not measured again. unit: of the progress bar; None:
         no bar. enough: if true, the other rows are left out. Raises UserError.
         """
-        results = self.results.get(stage, [])
-        start = len(results)
-        done = {"initial": start, "total": len(rows)}
-        with tqdm(desc=stage, unit=unit or "", disable=unit is None, **done) as bar:
-            for number, row in enumerate(rows[start:], start):
-                if enough(number):
+        return self.together(
+            [stage], rows, lambda number, row, _: [measure(number, row)], read, unit, enough
+        )[0]
+
+    def together(
+        self,
+        stages: Sequence[str],
+        rows: Sequence[Row],
+        measure: Callable[[int, Row, list[int]], Sequence[Any]],
+        read: Callable[[Any], R],
+        unit: str | None,
+        enough: Enough = all_of_them,
+    ) -> list[list[R]]:
+        """`each` for stages that are measured together: results [stages][rows].
+
+        measure: gets the numbers of the stages without a result for a row, and returns theirs. A
+        stage without results for rows that another stage has is measured there first.
+        """
+        counts = [len(self.results.get(stage, [])) for stage in stages]
+        desc, done = stages[0].partition(" of ")[0], {"initial": min(counts), "total": len(rows)}
+        with tqdm(desc=desc, unit=unit or "", disable=unit is None, **done) as bar:
+            for number, row in enumerate(rows):
+                without = [i for i, count in enumerate(counts) if count <= number]
+                if not without:
+                    continue
+                if number >= max(counts) and enough(number):
                     break
-                results = self.add(stage, measure(number, row))
+                for i, value in zip(without, measure(number, row, without), strict=True):
+                    self.add(stages[i], value)
                 bar.update()
-        return [read(value) for value in results]
+        return [[read(value) for value in self.results.get(stage, [])] for stage in stages]
+
+    def has(self, stage: str) -> bool:
+        """Whether this stage has results, also under a label."""
+        return any(f"{name} ".startswith(f"{stage} ") for name in self.results)
 
     def add(self, stage: str, value: Any) -> list[Any]:
         """Append the next result of a stage; returns all its results as JSON. Raises UserError."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -53,14 +53,19 @@ def tie(
 
 @torch.inference_mode()
 def read_sampled(
-    target: Decoder, prompts: PromptSet, runs: Sequence[Sequence[PromptRun]], journal: Journal
+    target: Decoder, prompts: PromptSet, runs: Mapping[str, Sequence[PromptRun]], journal: Journal
 ) -> None:
-    """Set `logprob` of runs of these prompts; the target reads each output in one forward."""
+    """Set `logprob` of runs of these prompts; the target reads each output in one forward.
 
-    def read(_: int, row: tuple[list[int], tuple[PromptRun, ...]]) -> list[float]:
+    runs: by the label of their contender in the journal.
+    """
+
+    def read(
+        _: int, row: tuple[list[int], tuple[PromptRun, ...]], without: list[int]
+    ) -> list[float]:
         ids, same_prompt = row
         logprobs = []
-        for tokens in (run.tokens for run in same_prompt):
+        for tokens in (same_prompt[number].tokens for number in without):
             total = 0.0
             for start in range(0, len(tokens), PIECE):  # logits of long outputs fill the memory
                 before, piece = [*ids, *tokens[:start]], tokens[start : start + PIECE]
@@ -70,10 +75,11 @@ def read_sampled(
             logprobs.append(total / len(tokens))
         return logprobs
 
-    rows = list(zip(prompts.ids, zip(*runs, strict=True), strict=True))
-    found = journal.each("sampled outputs read", rows, read, list, "prompt")
-    for (_, same_prompt), logprobs in zip(rows, found, strict=True):
-        for run, logprob in zip(same_prompt, logprobs, strict=True):
+    rows = list(zip(prompts.ids, zip(*runs.values(), strict=True), strict=True))
+    stages = [f"sampled outputs of {label}" for label in runs]
+    read_back = journal.together(stages, rows, read, float, "prompt")
+    for same_contender, logprobs in zip(runs.values(), read_back, strict=True):
+        for run, logprob in zip(same_contender, logprobs, strict=True):
             run.logprob = logprob
 
 

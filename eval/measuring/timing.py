@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -155,34 +155,32 @@ def decode_undisturbed(
 
 def decode_in_turns(
     target: Target,
-    contenders: Sequence[Contender],
+    contenders: Mapping[str, Contender],
     prompts: PromptSet,
     journal: Journal,
     enough: Enough = all_of_them,
 ) -> list[list[PromptRun]]:
     """Every prompt decoded by every contender, prompt by prompt: runs [contenders][prompts].
 
+    contenders: by their label in the journal.
     The order rotates and is reversed for every other prompt, so that no contender always runs on a
     cool machine or after the same other contender.
     """
 
-    def measure(turn: int, row: tuple[Prompt, list[int]]) -> list[PromptRun]:
-        first, runs = turn // 2 % len(contenders), {}
-        order = [*range(first, len(contenders)), *range(first)]
+    def measure(turn: int, row: tuple[Prompt, list[int]], without: list[int]) -> list[PromptRun]:
+        first, runs = turn // 2 % len(without), {}
+        order = [*without[first:], *without[:first]]
         for number in reversed(order) if turn % 2 else order:
-            runs[number] = decode_undisturbed(target.decoder, contenders[number], *row)
-        return [runs[number] for number in range(len(contenders))]
+            runs[number] = decode_undisturbed(target.decoder, sides[number], *row)
+        return [runs[number] for number in without]
 
-    def read(runs: list[dict[str, Any]]) -> list[PromptRun]:
-        return [PromptRun(**run) for run in runs]
-
-    rows = list(zip(prompts.prompts, prompts.ids, strict=True))
-    for contender in contenders:  # warm-up, not counted
+    rows, sides = list(zip(prompts.prompts, prompts.ids, strict=True)), [*contenders.values()]
+    for contender in sides:  # warm-up, not counted
         new_tokens = min(contender.decoding.max_new_tokens, WARM_UP_TOKENS)
         short = dataclasses.replace(contender.decoding, max_new_tokens=new_tokens)
         decode_undisturbed(target.decoder, contender._replace(decoding=short), *rows[0])
-    by_prompt = journal.each("timed prompts", rows, measure, read, "prompt", enough)
-    return [list(runs) for runs in zip(*by_prompt, strict=True)]
+    stages = [f"timed prompts of {label}" for label in contenders]
+    return journal.together(stages, rows, measure, lambda run: PromptRun(**run), "prompt", enough)
 
 
 def over_stock_generate(

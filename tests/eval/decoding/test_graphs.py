@@ -174,11 +174,11 @@ def test_nothing_is_recorded_within_a_timed_text(tiny, pair, monkeypatch, journa
     target = Target("tiny", tiny(0), None, graph(plain), frozenset())
     near = draft(tiny, graph)
     how = Decoding(Sampling(), frozenset(), 30)
-    contenders = [
-        Contender(None, 0, how),
-        Contender(near, 4, how),
-        Contender(lookup_first(near, target.stops), 3, how),
-    ]
+    contenders = {
+        "target": Contender(None, 0, how),
+        "near": Contender(near, 4, how),
+        "first": Contender(lookup_first(near, target.stops), 3, how),
+    }
     ids = [IDS[:3], IDS * 5, IDS * 9]
     prompts = PromptSet("made up", [Prompt(f"p{i}", prompt="unused") for i in range(3)], ids)
     decoded = decode_in_turns(target, contenders, prompts, journal)

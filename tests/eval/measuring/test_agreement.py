@@ -69,7 +69,7 @@ def test_logits_that_are_no_numbers_in_one_answer_are_refused(target, own, journ
     poisoned = dataclasses.replace(target, decoder=Poisoned())
     with pytest.raises(ValueError, match="prompt p1"):
         measure_agreement(poisoned, {"own": own}, SET, texts, GREEDY, journal)
-    assert len(journal.results["acceptance rate"]) == 1
+    assert len(journal.results["acceptance rate of own"]) == 1
 
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])

@@ -1,6 +1,7 @@
 """What an interrupted evaluation is known again by: all that its rows depend on."""
 
 import dataclasses
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring import evaluation
 from eval.measuring.evaluation import Plan, _begin, evaluate, without_graphs
+from eval.measuring.journal import Journal
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.build import build_report
 
@@ -23,7 +25,7 @@ CATEGORISED = Prompt("a", prompt="x", category="odd")
 
 @pytest.fixture(scope="module")
 def key(tiny_llama, drafter):
-    """What the journal is begun with, of this evaluation with some parts changed."""
+    """The models' labels, and what the journal is begun with, with some parts changed."""
 
     class Begun:
         def begin(self, *what):
@@ -43,8 +45,9 @@ def key(tiny_llama, drafter):
     ):
         journal = Begun()
         with torch.inference_mode():
-            _begin(journal, target, {"draft": draft}, (prompts, tuning), how, plan)
-        return journal.what
+            labels = _begin(journal, target, {"draft": draft}, (prompts, tuning), how, plan)
+        target, *settings = journal.what
+        return (target, labels["draft"]), *settings
 
     make.target = target
     return make
@@ -64,6 +67,8 @@ def key(tiny_llama, drafter):
         {"prompts": dataclasses.replace(PROMPTS, prompts=[CATEGORISED, PROMPTS.prompts[1]])},
         {"tuning": dataclasses.replace(PROMPTS, ids=[[3, 1], [8]])},
         {"plan": Plan(3, 3, 2)},
+        {"plan": Plan(2, 4, 2)},
+        {"plan": Plan(2, 3, 1)},
     ],
 )
 def test_another_evaluation_has_another_key(key, changes):
@@ -170,6 +175,51 @@ def test_an_interrupted_evaluation_goes_on_with_its_prompts(key, drafter, evalua
             evaluated(draft, 40, 60.0)
     report = evaluated(draft, 40, 600.0)  # these seconds would be enough for all 40 prompts
     assert report.drafts["draft"].alpha.n == report.prompts.n < 40
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_an_added_draft_or_length_costs_only_itself(
+    key, drafter, tiny_llama, letters, journal, monkeypatch, temperature
+):
+    """The evaluation ended early, in its last stage. Then a draft or a length is tried beside."""
+    target = dataclasses.replace(key.target, tokenizer=letters(VOCAB))
+    how = dataclasses.replace(HOW, sampling=Sampling(temperature))
+    prompts = PromptSet("", [Prompt(str(i), prompt="x") for i in range(6)], [[i] for i in range(6)])
+    tuning = PromptSet("", [Prompt("t", prompt="x")], [[7, 8]])
+    relation = {"relation": "identical", "strategy": "direct", "coverage": 1.0}
+    models = {
+        name: drafter(build_decoder(tiny_llama(seed, vocab_size=VOCAB), 60), VOCAB, path=name)
+        for seed, name in enumerate(("a", "b"), 1)
+    }
+    models = {name: dataclasses.replace(m, vocabulary=relation) for name, m in models.items()}
+
+    def stages(names, longest):
+        """The report, and the number of results by stage that this process added."""
+        drafts, plan = {name: models[name] for name in names}, Plan(None, longest, 6)
+        before, begun = Counter(), Journal(journal.path)
+        monkeypatch.setattr(begun, "begin", lambda *about: begin(*about) or before.update(counts()))
+        begin = Journal.begin.__get__(begun)
+
+        def counts():
+            return {stage: len(results) for stage, results in begun.results.items()}
+
+        logs = evaluate(target, drafts, prompts, tuning, how, plan, begun, {})
+        return build_report(*logs), Counter(counts()) - before
+
+    whole, first = stages(["a"], 3)
+    again, added = stages(["a"], 3)
+    assert not added
+    assert again.drafts["a"] == whole.drafts["a"]
+    both, added = stages(["a", "b"], 3)
+    assert {stage.partition(" (")[0].split()[-1] for stage in added} == {"b", "a"}
+    assert not [stage for stage in added if stage in first]
+    assert both.drafts["a"].speedup == whole.drafts["a"].speedup
+    assert both.drafts["b"].speedup.n == both.drafts["b"].alpha.n == 6
+    alone, added = stages(["b"], 3)
+    assert alone.drafts["b"].speedup == both.drafts["b"].speedup
+    assert sum(added.values()) == 1  # step costs are of all models together
+    _, added = stages(["a", "b"], 4)
+    assert sum(added.values()) == sum(first.values())
 
 
 def test_timed_prompts_are_drawn_and_costs_are_of_the_middle_of_an_output(

@@ -138,3 +138,22 @@ def test_a_full_disk_is_named_and_loses_no_row(tmp_path, monkeypatch):
             journal.once("cubes", lambda: 8)
     again = begun(path)
     assert again.results == {"squares": [1, 4]}
+
+
+def test_a_stage_that_is_added_catches_up_with_the_others(tmp_path):
+    """It is measured alone for rows that others have, also where enough rows are measured."""
+    path, asked = tmp_path / "measured.jsonl", []
+
+    def together(stages, most):
+        def measure(number, row, without):
+            asked.append((number, *(stages[i] for i in without)))
+            return [f"{stages[i]}{row}" for i in without]
+
+        enough = lambda measured: measured >= most  # noqa: E731
+        return begun(path).together(stages, "vwxyz", measure, str, None, enough)
+
+    assert together(["a", "b"], 2) == [["av", "aw"], ["bv", "bw"]]
+    assert together(["a", "c"], 1) == [["av", "aw"], ["cv", "cw"]]
+    assert together(["b", "a", "d"], 3)[0] == ["bv", "bw", "bx"]
+    assert asked[2:] == [(0, "c"), (1, "c"), (0, "d"), (1, "d"), (2, "b", "a", "d")]
+    assert [stage for stage in ("a", "d", "", "e") if begun(path).has(stage)] == ["a", "d"]

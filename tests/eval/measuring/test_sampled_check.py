@@ -45,7 +45,7 @@ def test_a_conversation_is_one_observation():
 def test_an_output_has_the_mean_of_its_tokens_log_probabilities(target, journal):
     """Outputs of other lengths are not compared by their lengths."""
     (run,) = runs = baselines(target)[:1]
-    read_sampled(target.decoder, SET.first(1), [runs], journal)
+    read_sampled(target.decoder, SET.first(1), {"target": runs}, journal)
     text = torch.tensor([IDS[0] + run.tokens])
     with torch.no_grad():
         logits = target.model(text[:, :-1]).logits[0, len(IDS[0]) - 1 :]
@@ -74,7 +74,7 @@ def test_faults_of_verification_are_found(target, other, journal, monkeypatch):
     def check():
         runs = [decode(target.decoder, other, *row, how, 3) for row in rows]
         journal.results.clear()
-        read_sampled(target.decoder, prompts, [plain, runs], journal)
+        read_sampled(target.decoder, prompts, {"target": plain, "draft": runs}, journal)
         return sampled_check(prompt_table(runs, plain))
 
     assert check().p_value > FALSE_ALARMS

@@ -166,7 +166,9 @@ def test_contenders_warm_up_and_take_turns_at_being_first(target, own, journal, 
         return undisturbed(decoder, contender, prompt, ids)
 
     monkeypatch.setattr(timing, "decode_undisturbed", recorded)
-    contenders = [Contender(own if length else None, length, GREEDY) for length in range(3)]
+    contenders = {
+        str(length): Contender(own if length else None, length, GREEDY) for length in range(3)
+    }
     runs = decode_in_turns(target, contenders, SET, journal)
     assert decoded[:3] == [(0, 8), (1, 8), (2, 8)]
     assert decoded[3:] == [(length, 20) for length in (0, 1, 2, 2, 1, 0, 1, 2, 0)]
