@@ -208,8 +208,8 @@ def evaluate(
     for (name, drafter), length, policy, draft_costs, mine, mine_greedily in zip(
         *(drafters.items(), lengths, policies, costs, runs, greedy_runs), strict=True
     ):
-        outputs = greedy_baseline, mine_greedily
-        compare = partial(check.ledger, drafter, length, timed, *outputs, until(CHECKED, ""))
+        pair = greedy_baseline, mine_greedily
+        compare = partial(check.ledger, drafter, length, timed, *pair, until(CHECKED, ""))
         logs.append(
             DraftLog(
                 name=name,
@@ -354,8 +354,8 @@ def _begin(
     for name, drafter in drafters.items():
         # the last token of a text is not read
         q = drafter.teacher_forced(ids[:1], [*ids[1:], 0], Sampling(1.0), states)
-        about = [_hash_of_numbers(name, q, dtype), drafter.path, dict(drafter.vocabulary)]
-        about += [plan.draft_length, plan.max_draft_length]
+        lengths = [plan.draft_length, plan.max_draft_length]
+        about = [_hash_of_numbers(name, q, dtype), drafter.path, drafter.vocabulary, lengths]
         labels[name] = f"{name} ({hashlib.sha256(json.dumps(about).encode()).hexdigest()[:8]})"
     journal.begin(
         _hash_of_numbers(target.spec, logits, dtype),
