@@ -28,9 +28,14 @@ import os
 import re
 import shlex
 import shutil
+import signal
+import subprocess
+import threading
 import time
 import traceback
-from collections.abc import Sequence
+from _thread import interrupt_main
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
@@ -78,6 +83,7 @@ FALSE_PUBLICATIONS = 0.01 / 20
 SERVER_START = 0.05
 CONTINUED = 1 / 3  # factor on the learning rate of a draft that continues (docs/lab-notes.md)
 EVALUATED = 200  # most new prompts on which acceptance is measured, unless the recipe has a number
+WATCHED_EVERY = 5.0  # seconds between two measurements of the disk space
 # Recipe keys that go over from the run; the others are about its data, its length or its base draft
 KEPT = """
     target target_hub_id name domain minutes chat_template_kwargs max_prompt_length max_eval_prompts
@@ -89,6 +95,33 @@ KEPT = """
     logging_steps save_steps save_total_limit save_strategy adam_epsilon adam_beta1 adam_beta2 optim
     lr_scheduler_type use_cpu bf16 fp16 tf32 disable_tqdm logging_first_step report_to
 """.split()
+
+
+@contextmanager
+def disk_cap(folder: Path, gib: float) -> Iterator[None]:
+    """Interrupt the block if `folder` becomes larger than `gib` GiB, and then raise UserError."""
+    ended, over = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        while not over.is_set() and not ended.wait(WATCHED_EVERY):
+            used = subprocess.run(["du", "-sk", folder], capture_output=True, text=True)
+            if int(used.stdout.split()[0]) > gib * 2**20:  # KiB
+                over.set()
+                interrupt_main()
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job may ignore it
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+        if over.is_set():
+            raise UserError(
+                f"{folder} has become larger than {gib:g} GiB, so the call was ended. Raise "
+                "--disk_gib, or lower --days, max_train_prompts or save_total_limit."
+            )
 
 
 def lower_bound(recent: Sequence[Report]) -> float:
@@ -266,7 +299,7 @@ def adapt(args: argparse.Namespace, about: dict[str, Any]) -> tuple[int, str]:
         return NOTHING, "--rollback holds the served draft; --resume lets others be published."
     work, name = home / "work", when(now)
     try:
-        with write_errors_explained(home):
+        with write_errors_explained(home), disk_cap(home, args.disk_gib):
             recipe = training_recipe(args, served, work)
             refuse_gate(args, recipe, served)
             rows = select(args, state, served.name, now, about)
@@ -498,6 +531,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--old_share", type=float, default=0.3, help=share)
     loss = "share of the speed-up on the run's prompts that may be lost (%(default)s)"
     add("--margin", type=float, default=0.1, help=loss)
+    add("--disk_gib", type=float, default=50, help="most GiB of RUN/adapt (%(default)s)")
     keys = 'recipe keys of the training, as "--minutes 15 --learning_rate 1e-4"'
     add("--train", type=shlex.split, default=[], metavar="ARGS", help=keys)
     options = 'options of eval.run for the gate, as "--engine vllm --gamma 4"'

@@ -33,14 +33,6 @@ Returns `alpha` (acceptance rate) and `tau` (mean acceptance length), each {"mea
 10. tau counts the bonus token, and neither the prefill token nor a cut last step; it is null where
 no output is long enough for one whole step.
 """
-CITATION = """
-@inproceedings{leviathan2023fast,
-  title={Fast Inference from Transformers via Speculative Decoding},
-  author={Leviathan, Yaniv and Kalman, Matan and Matias, Yossi},
-  booktitle={ICML},
-  year={2023}
-}
-"""
 
 
 class Acceptance(evaluate.Metric):
@@ -50,7 +42,7 @@ class Acceptance(evaluate.Metric):
         tokens = datasets.Sequence(datasets.Value("int64"))
         return evaluate.MetricInfo(
             description=DESCRIPTION,
-            citation=CITATION,
+            citation="arXiv 2211.17192",
             inputs_description=INPUTS,
             features=datasets.Features({"predictions": tokens, "references": tokens}),
         )

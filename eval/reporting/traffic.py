@@ -245,12 +245,10 @@ def compare(report: Sequence[Estimate], traffic: Sequence[Estimate]) -> list[Dif
     level = FALSE_ALARMS / len(report)
     differences = []
     for position, sides in enumerate(zip(report, traffic, strict=False), start=1):
-        accepted, drafts = (
-            sum(side.mean * side.drafts for side in sides),
-            sum(side.drafts for side in sides),
-        )
+        drafts = sum(side.drafts for side in sides)
+        share = sum(side.mean * side.drafts for side in sides) / drafts
         # an error cannot be smaller than that of as many independent drafts
-        least = math.sqrt(accepted / drafts * (1 - accepted / drafts))
+        least = math.sqrt(share * (1 - share))
         promised, counted = (
             replace(side, error=max(side.error, least / math.sqrt(side.drafts))) for side in sides
         )

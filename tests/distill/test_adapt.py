@@ -755,6 +755,21 @@ def test_the_gate_s_options_measure_both_parts(loop, monkeypatch):
     assert options[-1].endswith("recent")
 
 
+def test_the_disk_that_may_be_used(loop, monkeypatch, capsys):
+    monkeypatch.setattr(module, "WATCHED_EVERY", 0.01)
+
+    def never_ends(recipe, measured, summary):
+        (recipe.folder / "large").write_bytes(bytes(2**20))
+        while True:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(module.train, "run", never_ends)
+    assert loop.call("--disk_gib", 2**-11) == FAILED
+    assert "GiB" in capsys.readouterr().err
+    assert not (loop.home / "work").exists()
+    assert loop.served == 0
+
+
 # --- Two days of a service with two replicas
 
 
