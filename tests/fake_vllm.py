@@ -67,6 +67,7 @@ class FakeVllm(ThreadingHTTPServer):
         self.key = None  # what every request has to bring; a refusal repeats what it brought
         self.padding = 0  # characters before that
         self.location = None  # every request is redirected there
+        self.headers = {}  # of the last request
         self.notice = None  # a text that answers every request
         self.__dict__.update(changes)
         self.requests, self.lock, self.stopped = [], threading.Lock(), threading.Event()
@@ -128,6 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
     def answered(self):
         """Whether the request is redirected, refused for its key, or answered with a notice."""
         server, brought = self.server, self.headers["Authorization"]
+        server.headers = self.headers
         if server.location is not None:
             self.reply("", 302, [("Location", server.location + self.path)])
         elif server.key is not None and brought != f"Bearer {server.key}":

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+from base64 import b64encode
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager, Retry
-from urllib3.exceptions import HTTPError, MaxRetryError, ReadTimeoutError
+from urllib3.exceptions import HTTPError, LocationValueError, MaxRetryError, ReadTimeoutError
 
 from align.errors import UserError
 
@@ -78,6 +79,30 @@ def check_address(url: str, variable: str = API_KEY) -> SplitResult:
     return parts
 
 
+def _pool(host: str, scheme: str) -> PoolManager:
+    """Connections to a host, through the environment's proxy unless it is this machine.
+
+    A proxy's user and password are sent in a header, because urllib3 ignores them in the address.
+    """
+    direct = host in ("localhost", "127.0.0.1", "::1") or proxy_bypass(host)
+    proxy = None if direct else getproxies().get(scheme)
+    if not proxy:
+        return PoolManager(maxsize=CONNECTIONS)
+    kind, _, place = proxy.rpartition("://")
+    user, _, address = place.rpartition("@")
+    basic = f"Basic {b64encode(unquote(user).encode()).decode()}"
+    try:
+        return ProxyManager(
+            f"{kind or 'http'}://{address}",
+            maxsize=CONNECTIONS,
+            proxy_headers={"Proxy-Authorization": basic} if user else None,
+        )
+    except LocationValueError:
+        raise UserError(
+            f"{scheme}_proxy in the environment is not http://HOST:PORT; correct it, or unset it."
+        ) from None
+
+
 class Server:
     """An OpenAI-compatible server; `url` may end in /v1. Threads may share the object."""
 
@@ -98,11 +123,7 @@ class Server:
             raise UserError(
                 f"{self.variable} has characters that a header cannot have; correct it."
             )
-        direct = self.host in ("localhost", "127.0.0.1", "::1") or proxy_bypass(self.host)
-        proxy = None if direct else getproxies().get(parts.scheme)
-        self._pool = (
-            ProxyManager(proxy, maxsize=CONNECTIONS) if proxy else PoolManager(maxsize=CONNECTIONS)
-        )
+        self._pool = _pool(self.host, parts.scheme)
 
     def secret_headers(self, value: str) -> dict[str, str]:
         """The headers that identify the client, from the value of `variable`."""

@@ -131,11 +131,16 @@ class SglangServer(EngineServer):
 
 
 def counts_of(about: dict[str, Any]) -> Speculation | None:
-    """The counts in the `meta_info` of an output; None if nothing was drafted for it."""
+    """The counts in the `meta_info` of an output; None if they are in no known form.
+
+    A server that does not speculate, because its draft is not loaded, sends none.
+    """
     accepted, drafted, histogram = (
         next((about[name] for name in names if name in about), None)
         for names in (ACCEPTED, DRAFTED, STEPS_BY_ACCEPTED)
     )
+    if "spec_verify_ct" not in about:
+        return Speculation(0, 0, 0, [])
     if accepted is None or drafted is None:
         return None
     steps, accepted_at = about["spec_verify_ct"], list[float]()

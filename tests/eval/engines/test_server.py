@@ -1,5 +1,7 @@
 """What a server is asked with, and what of a refusal is shown."""
 
+from base64 import b64encode
+
 import pytest
 
 from align.errors import UserError
@@ -37,6 +39,30 @@ def test_a_proxy_is_for_other_machines(fake, monkeypatch):
     with pytest.raises(ServerError) as refused:
         Server("http://elsewhere.invalid:8000").ask("/v1/models")
     assert refused.value.status == 404  # the proxy's answer
+
+
+@pytest.mark.parametrize("prefix", ["http://", ""])
+def test_a_proxy_gets_its_password_which_is_never_shown(fake, monkeypatch, prefix):
+    proxy = fake()
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", f"{prefix}me:s%3Fcret@{proxy.url.removeprefix('http://')}")
+    server = Server("http://elsewhere.invalid:8000")
+    with pytest.raises(ServerError) as refused:
+        server.ask("/v1/models")
+    assert refused.value.status == 404  # the proxy's answer
+    assert proxy.headers["Proxy-Authorization"] == f"Basic {b64encode(b'me:s?cret').decode()}"
+    proxy.stop()
+    with pytest.raises(ServerError) as refused:
+        Server("http://elsewhere.invalid:8000").ask("/v1/models")
+    assert "cret" not in str(refused.value)
+
+
+def test_a_proxy_of_another_kind_is_refused(monkeypatch):
+    monkeypatch.setenv("http_proxy", "socks5://me:secret@10.0.0.1:1080")
+    with pytest.raises(UserError) as refused:
+        Server("http://elsewhere.invalid:8000")
+    assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize("notice", ["<html>Sign in</html>", "data: <html>\n\n", '{"choices": []}'])

@@ -6,11 +6,13 @@ import pytest
 
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
+from eval.engines.comparison import Task
 from eval.engines.load import passes, timed_pass
+from eval.engines.served import measure_servers
 from eval.engines.server import ServerError
 from eval.engines.sglang import SglangServer, counts_of
 from eval.measuring.runs import Speculation
-from eval.prompts import Prompt
+from eval.prompts import Prompt, PromptSet
 from eval.reporting.fields import Load, read_report
 from eval.run import main
 from tests.fake_vllm import TEXT, Constant
@@ -49,7 +51,8 @@ def served(fake):
     [
         (NOW, Speculation(21, 105, 70, [19, 15, 13, 12, 11])),
         (BEFORE, Speculation(80, 240, 96, [70, 26, 0])),
-        ({"completion_tokens": 91}, None),
+        ({"completion_tokens": 91}, (0, 0, 0, [])),
+        ({"completion_tokens": 91, "spec_verify_ct": 30}, None),
     ],
 )
 def test_counts_of_a_request(about, counts):
@@ -117,6 +120,16 @@ def test_counts_at_a_load_are_those_of_its_requests(served):
     passed = timed_pass(SglangServer(server.url), asked, GREEDY)
     count = len(asked.prompts)
     assert passed.counters == (7 * count, 21 * count, 14 * count, [7 * count, 7 * count, 0])
+
+
+def test_a_server_that_speculates_sends_its_counts(served):
+    """As one whose draft is not loaded does not; n-grams may find nothing."""
+    clients = (SglangServer(served(1).url) for _ in range(2))
+    task = Task(PromptSet("", [Prompt("a", prompt="x")], []), GREEDY)
+    with pytest.raises(ServerError, match="served drafted nothing"):
+        measure_servers({"served": next(clients)}, next(clients), task)
+    drafts, specs = {"served": SglangServer(served(1).url)}, {"served": "prompt-lookup"}
+    assert measure_servers(drafts, SglangServer(served(1).url), task, specs=specs).drafts
 
 
 @pytest.fixture
