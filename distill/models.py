@@ -155,7 +155,9 @@ def check_models(recipe: Recipe) -> Pair:
         if weights_cached(spec):
             load_model(spec, torch.float32, "meta")
     layers = recipe.kind.target_layers(target.config, published)
-    fit_layers = recipe.kind.fit_layers(target.config) if recipe.draft is None else ()
+    fit_layers: tuple[int, ...] = ()
+    if recipe.draft is None:
+        fit_layers = recipe.kind.fit_layers(target.config, recipe.num_draft_layers)
     about = verdict, strategy, vocab_map, layers, fit_layers, mask, decoded_here
     pair = Pair(target, draft, *about)
     if layers and not decoded_here and weights_cached(recipe.target):

@@ -182,10 +182,10 @@ def answered(
     if recipe.minutes is None:
         return first(len(asked))
     lacking = unanswered = [i for i in missing if i < len(asked)]
-    states = bool(pair.layers) and not recipe.coverage_curve
+    states = bool(pair.layers or pair.fit_layers) and not recipe.coverage_curve
     again = states and target.by == "vllm" and bool(unanswered)
     in_rounds = states and not again
-    if in_rounds:
+    if in_rounds and pair.layers:
         stored = sorted(set(range(len(asked))).difference(unanswered))
         cached = Answers(store, [names[i] for i in stored])
         store.wait_for(cached.names)

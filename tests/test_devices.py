@@ -311,12 +311,15 @@ def a_target_on_two_devices():
 
 def started(kind, whole, fitted):
     """A draft of that kind and its head's ids; fitted: on answers, not of its shape alone."""
-    layers = kind.target_layers(SHAPE.to_dict())
-    states, ids = torch.zeros((14, len(layers), H), dtype=torch.bfloat16), torch.zeros(K).long()
-    read = (lambda answer: states) if fitted and layers else None
-    last = None if read is None else lambda answer: states[:, -1:]
-    texts = list(answers()) if fitted else []
-    return kind.initialise(Origin(whole, ids, texts, 1, 3, layers, 0, None, read, 3, last))
+    layers, fit_layers = kind.target_layers(SHAPE.to_dict()), kind.fit_layers(SHAPE.to_dict(), 1)
+    texts, ids = list(answers()) if fitted else [], torch.zeros(K).long()
+
+    def states(layers):
+        zeros = torch.zeros((14, len(layers), H), dtype=torch.bfloat16)
+        return (lambda answer: zeros) if fitted and layers else None
+
+    read = states(layers), 3, states(fit_layers)
+    return kind.initialise(Origin(whole, ids, texts, 1, 3, layers, 0, None, *read))
 
 
 def starting(kind):

@@ -63,7 +63,7 @@ class Eagle3(DraftKind):
     def num_layers(self, wanted: int, published: Mapping[str, Any] | None = None) -> int:
         return 1 if published is None else int(layer_config(published).num_hidden_layers)
 
-    def fit_layers(self, target: Mapping[str, Any]) -> tuple[int, ...]:
+    def fit_layers(self, target: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
         return (target["num_hidden_layers"],)
 
     @torch.no_grad()

@@ -131,8 +131,11 @@ class DraftKind:
         """
         return 1
 
-    def fit_layers(self, target: Config) -> tuple[int, ...]:
-        """The target's hidden states that only the least-squares initialisation reads."""
+    def fit_layers(self, target: Config, num_layers: int) -> tuple[int, ...]:
+        """The target's hidden states that only the least-squares initialisation reads.
+
+        num_layers: num_draft_layers.
+        """
         return ()
 
     def initialise(self, origin: Origin) -> Draft:

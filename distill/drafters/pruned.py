@@ -6,21 +6,18 @@ Legend: H hidden size, K entries of the draft's head, N response positions of a 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from distill.drafters.compact import target_id_maps, write_compact
 from distill.drafters.initialisation import FrozenEmbedding, least_squares
 from distill.drafters.kind import Draft, DraftKind, Origin
-from distill.teacher.states import read_states
-from distill.teacher.store import CachedAnswer
 from eval.decoding.drafters.pruned import EMBEDDING, load_compact
 from eval.decoding.forward import input_embedding
 from eval.decoding.target import Target
@@ -32,6 +29,9 @@ HEAD_ENTRIES = 4096  # entries of a head that are in fp32 at once
 class Pruned(DraftKind):
     language_model = True
 
+    def fit_layers(self, target: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+        return num_layers, target["num_hidden_layers"]
+
     @torch.no_grad()
     def initialise(self, origin: Origin) -> Draft:
         """A least-squares map leads from the RMS-normalised state after the last kept layer to the
@@ -42,8 +42,7 @@ class Pruned(DraftKind):
         if origin.texts:
             whole = origin.target.model.get_output_embeddings().weight
             pieces = whole.split(HEAD_ENTRIES)
-            states = fitted_states(origin.target, origin.texts, origin.num_layers)
-            projection = least_squares(states).to(pieces[0].device)
+            projection = least_squares(fitted_states(origin)).to(pieces[0].device)
             full_head = torch.cat([(w.float() @ projection).to(w.dtype) for w in pieces])
             head = full_head if origin.token_ids is None else full_head[origin.token_ids]
         model = build_pruned(origin.target.model, origin.num_layers, head)
@@ -99,16 +98,13 @@ def build_pruned(target: PreTrainedModel, num_layers: int, head: Tensor) -> PreT
     return model.eval()
 
 
-def fitted_states(
-    target: Target, texts: Sequence[CachedAnswer], num_layers: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+def fitted_states(origin: Origin) -> Iterator[tuple[Tensor, Tensor]]:
     """For each text the RMS-normalised states after `num_layers` layers, and the states that the
     target's head reads, at the response positions [N, H] each, in fp32.
     """
-    config: Any = target.model.config
-    for text in tqdm(texts, desc="fit head", unit="output"):
-        layers = (num_layers, config.num_hidden_layers)
-        early, final = (s.float() for s in read_states(target.decoder, text.text, layers))
-        response = slice(len(text.prompt_ids) - 1, None)
-        normed = F.rms_norm(early[response], (config.hidden_size,), eps=config.rms_norm_eps)
-        yield normed, final[response]
+    eps = origin.target.model.config.rms_norm_eps
+    assert origin.fit_states is not None
+    for text in origin.texts:
+        states = origin.fit_states(text)[len(text.prompt_ids) - 1 :].to(origin.embedding.device)
+        early, final = states.float().unbind(1)
+        yield F.rms_norm(early, early.shape[1:], eps=eps), final

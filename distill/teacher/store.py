@@ -285,11 +285,10 @@ class Store:
 
     def __getitem__(self, name: str) -> Record:
         path, number = self._places[name]
-        columns = self._shards[path].columns
-        record = {
-            name: column.like.new_empty(column.shape(number)) for name, column in columns.items()
-        }
-        self._read(path, number, record)
+        columns = self._shards[path].columns.items()
+        record = {column: rows.like.new_empty(rows.shape(number)) for column, rows in columns}
+        for column, out in record.items():
+            self.read_into(name, column, out)
         return record
 
     def read_into(self, name: str, column: str, out: Tensor) -> None:
@@ -298,26 +297,21 @@ class Store:
         Several threads may call it. Raises UserError for a damaged shard, and for an `out` of
         another shape or dtype.
         """
-        self._read(*self._places[name], {column: out})
-
-    def _read(self, path: Path, number: int, record: Record) -> None:
-        """Read columns of a record into these tensors."""
+        path, number = self._places[name]
+        start, ends, like = rows = self._shards[path].columns[column]
+        shape, row_bytes = rows.shape(number), math.prod(like.shape[1:]) * like.itemsize
+        if (out.shape, out.dtype, out.is_contiguous()) != (shape, like.dtype, True):
+            raise UserError(
+                f"{column} of a record in {path} is {like.dtype} {list(shape)}, and cannot be read "
+                f"into {out.dtype} {list(out.shape)}; give contiguous rows of its shape."
+            )
+        bits: Any = out.flatten().view(torch.uint8).numpy()
         try:
             # not mapped, because mapped pages would count as this process's memory
             with path.open("rb") as file:
-                for name, out in record.items():
-                    column = self._shards[path].columns[name]
-                    shape, dtype = column.shape(number), column.like.dtype
-                    if (out.shape, out.dtype, out.is_contiguous()) != (shape, dtype, True):
-                        raise UserError(
-                            f"{name} of a record in {path} is {dtype} {list(shape)}, and cannot be "
-                            f"read into {out.dtype} {list(out.shape)}; give contiguous rows of it."
-                        )
-                    row_bytes = math.prod(shape[1:]) * dtype.itemsize
-                    file.seek(column.start + int(column.ends[number]) * row_bytes)
-                    bits: Any = out.flatten().view(torch.uint8).numpy()
-                    if file.readinto(bits) < len(bits):
-                        raise SourceError(f"{path} is damaged (it ends early); {REMEDY}.")
+                file.seek(start + int(ends[number]) * row_bytes)
+                if file.readinto(bits) < len(bits):
+                    raise SourceError(f"{path} is damaged (it ends early); {REMEDY}.")
         except FileNotFoundError as error:
             raise SourceError(f"{path} is missing; {REMEDY}.") from error
 

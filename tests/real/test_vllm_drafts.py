@@ -152,7 +152,7 @@ def test_a_draft_of_states_from_vllm(tmp_path, distilled, accepted, kind, bits):
     target = load_target(str(tmp_path / "whole"), torch.float32, "cpu", 256)
     store = Store(Path(read_json(draft.parent / USED)["store"]))
     config = target.model.config.to_dict()
-    for layers in (kinds()[kind].target_layers(config), kinds()[kind].fit_layers(config)):
+    for layers in (kinds()[kind].target_layers(config), kinds()[kind].fit_layers(config, 1)):
         states, found = states_of(store, layers), store.of_states(layers)
         assert set(found.made_by(list(found))) <= {"vllm"}
         answers = [each for each in Answers(store, list(store)) if name_of(each.text) in found]

@@ -12,6 +12,7 @@ from distill.drafters.pruned import KIND, build_pruned
 from distill.export import full_vocabulary
 from distill.models import check_prunable, head_entries
 from distill.prepare import domain_mass
+from distill.teacher.states import read_states
 from distill.teacher.store import CachedAnswer
 from eval.decoding.build import build_decoder
 from eval.decoding.target import Target
@@ -50,7 +51,15 @@ def as_target(model):
 def prune_and_fit(target, answers, num_layers, head_size, forced):
     mass = domain_mass(answers, VOCAB)
     ids = None if head_size is None else choose_tokens(mass, head_size, forced)
-    return KIND.initialise(Origin(as_target(target), ids, answers, num_layers, 3, ()))
+    layers = KIND.fit_layers(target.config.to_dict(), num_layers)
+
+    def fit_states(answer):
+        with torch.no_grad():
+            read = read_states(build_decoder(target, 64), answer.text, layers)
+        return torch.stack(read, 1)
+
+    origin = Origin(as_target(target), ids, answers, num_layers, 3, fit_states=fit_states)
+    return KIND.initialise(origin)
 
 
 def states(target, answers, num_layers):

@@ -99,23 +99,28 @@ def test_they_are_made_once_where_they_lack_beside_the_same_answers(begun, passe
     assert states_of(target.store, ()) is None
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "pruned", "dflash"])
+@pytest.mark.parametrize("minutes", [None, 5])
 def test_outputs_are_computed_and_read_once_before_the_first_step(
-    job, tmp_path, monkeypatch, passes
+    job, folder, tmp_path, monkeypatch, passes, kind, minutes
 ):
-    read, read_columns = Counter(), Store._read
+    read, read_into = Counter(), Store.read_into
 
-    def counted(store, path, number, record):
-        read.update((path, number, column) for column in record if column != "states")
-        read_columns(store, path, number, record)
+    def counted(store, name, column, out):
+        read[name, column] += column != "states"
+        read_into(store, name, column, out)
 
     def first_step(*_):
-        assert set(read.values()) <= {1, 2}
-        assert {read[key] for key in read if key[2].startswith("top")} == {1}  # in the fit
+        assert set(read.values()) <= {0, 1, 2}
+        assert {read[key] for key in read if key[1].startswith("top")} == {1}  # by the fit
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Store, "_read", counted)
+    monkeypatch.setattr(Store, "read_into", counted)
     monkeypatch.setattr(train, "distil_draft", first_step)
-    recipe = job(tmp_path / "run", draft=None, drafter="eagle3", draft_vocab_size=None)
+    keys = {"draft": None, "num_draft_layers": 1, "drafter": kind, "minutes": minutes}
+    if kind == "dflash":
+        keys["target"] = str(folder / "roomy")
+    recipe = job(tmp_path / "run", **keys)
     with pytest.raises(KeyboardInterrupt):
         train.run(recipe)
     assert read

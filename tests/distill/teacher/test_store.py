@@ -205,19 +205,19 @@ def test_a_shard_cut_short_while_writing_is_never_seen(tmp_path, monkeypatch):
 
 def test_only_the_answers_that_are_asked_for_are_read(tmp_path, monkeypatch):
     put(Store(tmp_path), *range(20))
-    read, read_columns = [], Store._read
+    read, read_into = [], Store.read_into
 
-    def counted(store, path, number, record):
-        read.append((number, *record))
-        read_columns(store, path, number, record)
+    def counted(store, name, column, out):
+        read.append((name, column))
+        read_into(store, name, column, out)
 
-    monkeypatch.setattr(Store, "_read", counted)
+    monkeypatch.setattr(Store, "read_into", counted)
     answers = Answers(Store(tmp_path), map(str, range(20)))
     assert len(answers) == len(answers.response_lengths) == 20
     assert [len(answers.until(tokens)) for tokens in (0, 1, 14, 15, 1000)] == [0, 1, 2, 3, 20]
     assert answers.tokens(3) == 12
     assert not read
     assert torch.equal(answers.text(3), answer(3).text)
-    assert read == [(3, "prompt_ids"), (3, "response_ids")]
+    assert read == [("3", "prompt_ids"), ("3", "response_ids")]
     assert len(list(answers.until(15))) == 3
-    assert len(read) == 5
+    assert len(read) == 2 + 3 * 4
