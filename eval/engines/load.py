@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -248,19 +249,14 @@ def overload(pairs: Sequence[tuple[TimedPass, TimedPass]]) -> dict[str, Any] | N
     ]
     if not names:
         return None
-    plain, with_draft = (_completed([b for one in side for b in one.batches]) for side in sides)
+    both = _of_both(sides)
+    tokens = both["tokens_per_s"]
     return {
         "request_rate": pairs[0][0].asked.load.rate,
         "servers": names,
-        "requests_per_s": Both(baseline=plain[0], speculative=with_draft[0]),
-        "tokens_per_s": Both(baseline=plain[1], speculative=with_draft[1]),
+        "requests_per_s": both["requests_per_s"],
+        "tokens_per_s": Both(baseline=tokens.baseline.mean, speculative=tokens.speculative.mean),
     }
-
-
-def _completed(batches: Sequence[Batch]) -> tuple[float, float]:
-    """Completed requests and tokens per second."""
-    seconds, runs = sum(b.seconds for b in batches), [run for b in batches for run in b.completed]
-    return len(runs) / seconds, sum(len(run.tokens) for run in runs) / seconds
 
 
 def load_point(
@@ -274,11 +270,8 @@ def load_point(
     """
     sides = [*zip(*pairs, strict=True)]
     batches = [[batch for passed in side for batch in passed.batches] for side in sides]
-    plain, with_draft = (
-        _numbers(*side, limits or {}, started) for side in zip(sides, batches, strict=True)
-    )
-    both = {name: Both(baseline=plain[name], speculative=with_draft[name]) for name in plain}
-    good, no_times = both.pop("good_per_s"), None in (plain["itl_ms"], with_draft["itl_ms"])
+    both = _of_both(sides, limits or {}, started)
+    good, itl = both.pop("good_per_s"), both["itl_ms"]
     counted = [passed.counters for passed in sides[1] if passed.counters]
     lengths = [(c.drafts + c.accepted, c.drafts) for c in counted if c.drafts]
     load = pairs[0][0].asked.load
@@ -293,32 +286,37 @@ def load_point(
             started=started,
             servers=[[0], [2]],
         ),
-        "itl_ms": None if no_times else both["itl_ms"],
+        "itl_ms": None if None in (itl.baseline, itl.speculative) else itl,
         "goodput": {"limits_ms": limits, "requests_per_s": good} if limits else None,
         "mean_acceptance_length": measure("mean_acceptance_length", lengths) if lengths else None,
     }
 
 
-def _numbers(
-    passes: Sequence[TimedPass],
-    batches: Sequence[Batch],
-    limits: Mapping[str, float],
-    started: StartError | None,
-) -> dict[str, Any]:
-    """The numbers of one server at one load."""
-    runs = [run for batch in batches for run in batch.runs]
-    seconds = sum(batch.seconds for batch in batches)
-    rates = [(sum(len(run.tokens) for run in b.completed), b.seconds) for b in batches]
-    completed = [run for batch in batches for run in batch.completed]
-    return {
-        "in_flight": float(np.mean([passed.in_flight(1)[0] for passed in passes])),
-        "tokens_per_s": measure("tokens_per_s", rates, started=started, servers=[[1]]),
-        "ttft_ms": Percentiles.of([run.prefill_seconds for run in runs]),
-        "itl_ms": itl_ms(runs) if any(run.block_tokens for run in runs) else None,
-        "e2e_ms": Percentiles.of([run.seconds for run in runs]),
-        "requests_per_s": len(completed) / seconds,
-        "good_per_s": sum(_is_good(run, limits) for run in completed) / seconds,
-    }
+def _of_both(
+    sides: Sequence[Sequence[TimedPass]],
+    limits: Mapping[str, float] = MappingProxyType({}),
+    started: StartError | None = None,
+) -> dict[str, Both[Any]]:
+    """The numbers of both servers at one load. sides: their passes, without and with the draft."""
+
+    def numbers(passes: Sequence[TimedPass]) -> dict[str, Any]:
+        batches = [batch for passed in passes for batch in passed.batches]
+        runs = [run for batch in batches for run in batch.runs]
+        completed = [run for batch in batches for run in batch.completed]
+        seconds = sum(batch.seconds for batch in batches)
+        rates = [(sum(len(run.tokens) for run in b.completed), b.seconds) for b in batches]
+        return {
+            "in_flight": float(np.mean([passed.in_flight(1)[0] for passed in passes])),
+            "tokens_per_s": measure("tokens_per_s", rates, started=started, servers=[[1]]),
+            "ttft_ms": Percentiles.of([run.prefill_seconds for run in runs]),
+            "itl_ms": itl_ms(runs) if any(run.block_tokens for run in runs) else None,
+            "e2e_ms": Percentiles.of([run.seconds for run in runs]),
+            "requests_per_s": len(completed) / seconds,
+            "good_per_s": sum(_is_good(run, limits) for run in completed) / seconds,
+        }
+
+    plain, with_draft = map(numbers, sides)
+    return {name: Both(baseline=plain[name], speculative=with_draft[name]) for name in plain}
 
 
 def _is_good(run: PromptRun, limits: Mapping[str, float]) -> bool:
