@@ -6,7 +6,7 @@ Its source is the teacher-forced log: an `Agreement` and an `TargetOutput` for e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import numpy as np
@@ -17,6 +17,7 @@ from eval.measuring.runs import Agreement, RunLog, TargetOutput
 
 EXAMPLES = 12
 ENTROPY_EDGES = (0.0, 0.1, 0.5, 1.0, 2.0, 4.0)  # bits
+HEAT_TOKENS = 16  # the shortest output for a heat map
 
 
 class Confusion(Part):
@@ -36,46 +37,74 @@ class Bucket(Part):
     alpha: Share
 
 
+class HeatMap(Part):
+    """One output of the target, token by token."""
+
+    prompt: str
+    alpha: float
+    tokens: list[str]
+    values: list[float] = Field(description="acceptance of each token")
+    guesses: list[str] = Field(description="the token that the draft prefers")
+
+
 class Atlas(Part):
     """Where a draft is rejected, and which tokens it confuses."""
 
     by_output_position: list[Bucket]
     by_entropy: list[Bucket] = Field(description="bits of the target's distribution")
     confusions: list[Confusion] = Field(description="the most frequent, acceptance below 0.5")
+    heat_map: list[HeatMap]
 
 
-def build_atlas(agreements: Sequence[Agreement], run: RunLog) -> Atlas:
-    """The `atlas` block of a draft."""
+def build_atlas(agreements: Sequence[Agreement], run: RunLog, shown: Sequence[str]) -> Atlas:
+    """The `atlas` block of a draft. shown: ids of the prompts of the heat map."""
     by_prompt = {answer.prompt_id: answer for answer in run.answers}
     answers = [by_prompt[agreement.prompt_id] for agreement in agreements]
+    pieces = [
+        [b"" if t in run.special else run.spell(t) for t in answer.tokens] for answer in answers
+    ]
+
+    def spelt(guess: int) -> str:
+        return text_of(run.spell(guess) if guess >= 0 else b"")
+
+    heat_maps = {
+        agreement.prompt_id: HeatMap(
+            prompt=agreement.prompt_id,
+            alpha=agreement.alpha_sum / agreement.positions,
+            tokens=[text_of(piece) for piece in spelling],
+            values=[round(value, 3) for value in agreement.values],
+            guesses=[spelt(guess) for guess in agreement.guesses],
+        )
+        for agreement, spelling in zip(agreements, pieces, strict=True)
+        if agreement.prompt_id in shown
+    }
     return Atlas(
         by_output_position=_by_output_position(agreements),
         by_entropy=_by_entropy(agreements, answers),
-        confusions=_confusions(agreements, answers, run),
+        confusions=_confusions(agreements, pieces, spelt),
+        heat_map=[heat_maps[prompt] for prompt in shown],
     )
 
 
 def _confusions(
-    agreements: Sequence[Agreement], answers: Sequence[TargetOutput], run: RunLog
+    agreements: Sequence[Agreement], pieces: Sequence[list[bytes]], spelt: Callable[[int], str]
 ) -> list[Confusion]:
     """The EXAMPLES most frequent pairs of the target's token and the draft's."""
-
-    def text_of(token: int) -> str:
-        """A token's text: incomplete characters become U+FFFD; "" if nothing was proposed."""
-        return run.spell(token).decode("utf-8", "replace") if token >= 0 else ""
-
     counts = Counter(
-        (b"" if token in run.special else run.spell(token), guess)
-        for agreement, answer in zip(agreements, answers, strict=True)
-        for token, guess, value in zip(
-            answer.tokens, agreement.guesses, agreement.values, strict=True
-        )
+        (piece, guess)
+        for agreement, spelling in zip(agreements, pieces, strict=True)
+        for piece, guess, value in zip(spelling, agreement.guesses, agreement.values, strict=True)
         if value < 0.5
     )
     return [
-        Confusion(target=piece.decode("utf-8", "replace"), draft=text_of(guess), count=count)
+        Confusion(target=text_of(piece), draft=spelt(guess), count=count)
         for (piece, guess), count in counts.most_common(EXAMPLES)
     ]
+
+
+def text_of(piece: bytes) -> str:
+    """A token's bytes as text; incomplete characters become U+FFFD."""
+    return piece.decode("utf-8", "replace")
 
 
 def _buckets(
@@ -115,3 +144,10 @@ def _by_entropy(agreements: Sequence[Agreement], answers: Sequence[TargetOutput]
     """The acceptance rate by the entropy of the target's distribution."""
     edges = list(zip(ENTROPY_EDGES, [*ENTROPY_EDGES[1:], None], strict=True))
     return _buckets(agreements, edges, [answer.entropy for answer in answers])
+
+
+def telling_prompts(agreements: Sequence[Agreement]) -> list[str]:
+    """The prompts whose outputs have the lowest, the middle and the highest acceptance rate."""
+    long = [a for a in agreements if a.positions >= HEAT_TOKENS]
+    order = [a.prompt_id for a in sorted(long, key=lambda a: a.alpha_sum / a.positions)]
+    return list(dict.fromkeys([order[0], order[len(order) // 2], order[-1]])) if order else []

@@ -8,7 +8,7 @@ from typing import Any
 from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
 from eval.decoding.target import weights_sha256
 from eval.measuring import metrics
-from eval.measuring.atlas import build_atlas
+from eval.measuring.atlas import build_atlas, telling_prompts
 from eval.measuring.copy_share import described
 from eval.measuring.cost import Payoff, StepCosts, payoff
 from eval.measuring.intervals import Both, NothingToMeasure
@@ -37,6 +37,7 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
         for draft in drafts
     }
     started = {draft.name: draft.started for draft in drafts}
+    shown = telling_prompts(drafts[-1].agreement or [])
     fields = {
         **run.about,
         "schema": SCHEMA,
@@ -47,7 +48,9 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
             "over_stock_generate": run.over_stock_generate,
         },
         "answers": described(run.answers),
-        "drafts": {draft.name: _draft_block(draft, tables[draft.name], run) for draft in drafts},
+        "drafts": {
+            draft.name: _draft_block(draft, tables[draft.name], run, shown) for draft in drafts
+        },
         "gain": [
             {"draft": draft, "over": over}
             | {
@@ -88,10 +91,10 @@ def compared(drafts: Sequence[DraftLog]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _draft_block(log: DraftLog, table: Table, run: RunLog) -> dict[str, Any]:
+def _draft_block(log: DraftLog, table: Table, run: RunLog, shown: Sequence[str]) -> dict[str, Any]:
     """The fields of a `DraftReport`; a field without data is null and has a reason in `missing`."""
     missing, block = dict(log.missing), dict[str, Any]()
-    for field, number in _numbers(log, table, run).items():
+    for field, number in _numbers(log, table, run, shown).items():
         if field not in missing:
             try:
                 block[field] = number()
@@ -107,11 +110,13 @@ def _draft_block(log: DraftLog, table: Table, run: RunLog) -> dict[str, Any]:
     }
 
 
-def _numbers(log: DraftLog, table: Table, run: RunLog) -> dict[str, Callable[[], Any]]:
+def _numbers(
+    log: DraftLog, table: Table, run: RunLog, shown: Sequence[str]
+) -> dict[str, Callable[[], Any]]:
     """A function for each field of a `DraftReport` that is computed.
 
     A new number needs a `Number` in eval/measuring/metrics.py, a field in fields.py, a line here
-    and a row in tables.py.
+    and a row in tables.py. shown: ids of the prompts of the heat map.
     """
     numbers: dict[str, Callable[[], Any]] = {
         "tau": lambda: measured(metrics.MEAN_ACCEPTANCE_LENGTH, table),
@@ -136,7 +141,7 @@ def _numbers(log: DraftLog, table: Table, run: RunLog) -> dict[str, Callable[[],
     if (agreement := log.agreement) is not None:
         numbers |= {
             "alpha": lambda: measured(metrics.ACCEPTANCE_RATE, table),
-            "atlas": lambda: build_atlas(agreement, run),
+            "atlas": lambda: build_atlas(agreement, run, shown),
         }
     if (costs := log.costs) is not None:
         numbers |= {

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from eval.measuring.atlas import build_atlas
+from eval.measuring.atlas import build_atlas, telling_prompts
 from eval.measuring.runs import Agreement, RunLog, TargetOutput
 
 
@@ -30,7 +30,7 @@ def atlas():
         Agreement("a", None, 3.0, 4, [1.0, 1.0, 0.0, 1.0], [0, 1, 9, 3]),
         Agreement("b", None, 15.0, 20, [1.0, 1.0, 0.0, 1.0] * 5, [4, 1, 9, 3] * 5),
     ]
-    return build_atlas(agreements, run_of(*answers))
+    return build_atlas(agreements, run_of(*answers), telling_prompts(agreements))
 
 
 def test_confusions_are_counted(atlas):
@@ -41,17 +41,18 @@ def test_confusions_are_counted(atlas):
 def test_a_position_without_a_proposal_is_an_empty_token():
     answer = TargetOutput("a", [], [0, 3] * 8, [0.0] * 16)
     agreement = Agreement("a", None, 8.0, 16, [0.0, 1.0] * 8, [-1, 4] * 8)
-    atlas = build_atlas([agreement], run_of(answer))
+    atlas = build_atlas([agreement], run_of(answer), ["a"])
     (wrong,) = atlas.confusions
     assert (wrong.target, wrong.draft, wrong.count) == ("x", "", 8)
+    assert atlas.heat_map[0].guesses == ["", "y"] * 8
 
 
 def test_special_tokens_have_no_text():
     answer = TargetOutput("a", [], [0, 1], [0.0] * 2)
     run = dataclasses.replace(run_of(answer), special=frozenset({1}))
-    atlas = build_atlas([Agreement("a", None, 0.0, 2, [0.0] * 2, [1, 1])], run)
-    pairs = [(confusion.target, confusion.draft) for confusion in atlas.confusions]
-    assert pairs == [("x", " ="), ("", " =")]  # what the draft takes for it has its name
+    atlas = build_atlas([Agreement("a", None, 0.0, 2, [0.0] * 2, [1, 1])], run, ["a"])
+    assert atlas.heat_map[0].tokens == ["x", ""]
+    assert atlas.heat_map[0].guesses == [" =", " ="]  # what the draft takes for it has its name
 
 
 def test_acceptance_by_place_and_entropy(atlas):
@@ -64,3 +65,16 @@ def test_acceptance_by_place_and_entropy(atlas):
         (1.0, 2.0): (20, 0.75),
         (4.0, None): (1, 0.0),
     }
+
+
+def test_the_heat_map_leaves_out_answers_that_show_too_little(atlas):
+    (text,) = atlas.heat_map
+    assert text.prompt == "b"
+    assert len(text.tokens) == len(text.values) == len(text.guesses) == 20
+
+
+def test_the_heat_map_shows_the_lowest_the_middle_and_the_highest():
+    alphas = {"a": 12, "b": 3, "c": 20, "d": 5, "short": 0}
+    agreements = [Agreement(k, None, v, 4 if k == "short" else 20) for k, v in alphas.items()]
+    assert telling_prompts(agreements) == ["b", "a", "c"]
+    assert telling_prompts(agreements[:1]) == ["a"]

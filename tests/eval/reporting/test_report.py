@@ -237,6 +237,16 @@ def test_the_measured_interval_decides_whether_a_draft_pays(
     assert (low > 1, high < 1) == (verdict == "pays", verdict.endswith("not pay"))
 
 
+def test_heat_maps_of_all_drafts_show_the_same_responses(sample_report):
+    shown = [
+        [text.prompt for text in draft.atlas.heat_map] for draft in sample_report.drafts.values()
+    ]
+    assert shown[0] == shown[1]
+    alphas = [text.alpha for text in sample_report.drafts["tuned"].atlas.heat_map]
+    assert len(alphas) == 3
+    assert alphas == sorted(alphas)
+
+
 def test_the_waterfall_counts_one_cost_after_the_other(sample_report):
     """3 tokens drafted of 0.1 target steps each, wide calls of 1.1, no overhead."""
     draft = sample_report.drafts["tuned"]
