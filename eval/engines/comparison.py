@@ -229,13 +229,16 @@ class Comparison:
         """contenders: the baseline first. text_of: the text of one token id, or of no id if an
         output ends.
         """
-        self.baseline, *self.drafting = contenders
+        self.contenders, (self.baseline, *self.drafting) = contenders, contenders
         self.task, self.text_of = task, text_of
         conversations = [turns_of(prompt) for prompt in task.prompts.prompts]
         every = [turn for turns in conversations for turn in turns]
         self.prompts = replace(task.prompts, prompts=every)
         ends = [0, *accumulate(map(len, conversations))]
         self.conversations = [range(start, end) for start, end in pairwise(ends)]
+        # the conversation of each prompt
+        self.turns = [turns for turns in self.conversations for _ in turns]
+        self.passes = range(PASSES * len(task.loads))
         self.decoding = task.decoding
         self.greedy = replace(task.decoding, sampling=Sampling())
         self.unread = ""  # why the sampled outputs were not read
@@ -244,14 +247,13 @@ class Comparison:
 
     def run(self, order: Callable[[int, Conversations, int], Iterator[Visit]]) -> None:
         """Make all visits in this order, with those tasks that are open."""
-        contenders = [self.baseline, *self.drafting]
         self._resume()
-        visits = [*order(len(contenders), self.conversations, PASSES * len(self.task.loads))]
+        visits = [*order(len(self.contenders), self.conversations, len(self.passes))]
         work = sum(len(visit.tasks) for visit in visits)
-        done = sum(len(c.outputs) + len(c.again) + len(c.passes) for c in contenders)
+        done = sum(len(c.outputs) + len(c.again) + len(c.passes) for c in self.contenders)
         with tqdm(total=work, initial=done, desc="compared", unit="task") as bar:
             for visit in visits:
-                contender = contenders[visit.contender]
+                contender = self.contenders[visit.contender]
                 if visit.starts > 1 or not contender.gone:
                     self._visit(contender, visit, bar)
 
@@ -261,17 +263,11 @@ class Comparison:
 
         So are the later turns of a conversation.
         """
-        failed = {
-            number: why
-            for contender in (self.baseline, *self.drafting)
-            for number, why in contender.failed.items()
-        }
+        failed = [entry for contender in self.contenders for entry in contender.failed.items()]
         return {
-            later: failed[number]
-            for turns in self.conversations
-            for number in turns
-            if number in failed
-            for later in turns
+            later: why
+            for number, why in sorted(failed)
+            for later in self.turns[number]
             if later >= number
         }
 
@@ -290,7 +286,7 @@ class Comparison:
                     contender.again.values(),
                 )
             ]
-            for contender in (self.baseline, *self.drafting)
+            for contender in self.contenders
             if contender.again
         }
         return Starts(seconds_per_token=seconds_per_token) if seconds_per_token else None
@@ -312,8 +308,8 @@ class Comparison:
         """`LoadPoint`s and `Overload`s of loads with all passes, and why others lack passes."""
         starts, plain = self.starts(), self.baseline.passes
         points, overloads = list[dict[str, Any]](), list[dict[str, Any]]()
-        for first in range(0, PASSES * len(self.task.loads), PASSES):
-            numbers = range(first, first + PASSES)
+        for first in self.passes[::PASSES]:
+            numbers = self.passes[first : first + PASSES]
             if all(i in plain and i in contender.passes for i in numbers):
                 pairs = [(plain[i], contender.passes[i]) for i in numbers]
                 started = starts.behind(PASSES) if starts else None  # each start does one pass
@@ -371,7 +367,7 @@ class Comparison:
         """
         failures = "; ".join(
             f"{contender.name or 'target'} {failure}"
-            for contender in (self.baseline, *self.drafting)
+            for contender in self.contenders
             for failure in self.failures(contender)
         )
         if not logs:
@@ -444,7 +440,7 @@ class Comparison:
             both = plain.passes.keys() & contender.passes.keys()
             undone = number not in contender.passes and (stage, number) not in plain.failed_tasks
             return undone and both >= earlier
-        if number in self.left_out or number in contender.failed:
+        if number in self.left_out:
             return False
         if stage == AGAIN:
             return number not in contender.again and number in self.pairs(contender)
@@ -494,8 +490,8 @@ class Comparison:
         """The pass of this number; the one of the baseline if it is done."""
         if number in self.baseline.passes:
             return self.baseline.passes[number].asked
-        numbers = [turns[0] for turns in self.conversations]
-        prompts = [self.prompts.prompts[i] for i in numbers if i not in self.left_out]
+        firsts = [turns[0] for turns in self.conversations]
+        prompts = [self.prompts.prompts[i] for i in firsts if i not in self.left_out]
         every = passes(self.task.loads[number // PASSES], prompts, self.decoding.seed)
         return every[number % PASSES]
 
@@ -512,7 +508,7 @@ class Comparison:
     def _asked(self, contender: Contender, number: int) -> Prompt:
         """The prompt; a later turn follows the contender's own outputs."""
         prompt = self.prompts.prompts[number]
-        if any(turns[0] == number for turns in self.conversations):
+        if number == self.turns[number][0]:
             return prompt
         before = contender.outputs[number - 1].timed.text
         return after(prompt, self._asked(contender, number - 1), before)
@@ -567,12 +563,11 @@ class Comparison:
             return
         self.task.journal.begin("results by contender, stage and prompt")
         by_id = {prompt.id: prompt for prompt in self.prompts.prompts}
-        counts = {TIMED: PASSES * len(self.task.loads)}
-        for contender in (self.baseline, *self.drafting):
+        for contender in self.contenders:
             for kind, form in NOTED.items():
                 stage = f"{kind} of {contender.name or 'target'}"
                 values = dict(self.task.journal.results.get(stage, []))
-                for number in range(counts.get(kind, len(self.prompts.prompts))):
+                for number in self.passes if kind == TIMED else range(len(self.turns)):
                     if (key := self._key(contender, kind, number)) in values:
                         result = form.validate_python(values[key])
                         if kind == TIMED:
@@ -592,9 +587,9 @@ class Comparison:
         about = [contender.identity, self.baseline.identity if kind == DIVERGENCES else None, kind]
         if kind == TIMED:
             about += [self.task.loads[number // PASSES], number % PASSES]
-            prompts = [turns[0] for turns in self.conversations]
+            prompts: Sequence[int] = [turns[0] for turns in self.conversations]
         else:
-            prompts = [i for turns in self.conversations if number in turns for i in turns]
+            prompts = self.turns[number]
             about += [number - prompts[0]]
         settings = asdict(self.decoding) | {"stops": sorted(self.decoding.stops)}
         about += [settings, [asdict(self.prompts.prompts[i]) for i in prompts]]
@@ -604,5 +599,4 @@ class Comparison:
         """The sampled outputs whose log-probabilities are not known yet, by number."""
         if self.decoding.sampling.greedy:
             return []
-        contenders = [self.baseline, *self.drafting]
-        return [(c, i) for c in contenders for i in c.outputs if i not in c.logprobs]
+        return [(c, i) for c in self.contenders for i in c.outputs if i not in c.logprobs]
