@@ -7,6 +7,7 @@ SGLang sends an output's counts with it.
 
 from __future__ import annotations
 
+import argparse
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
@@ -15,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar, NoReturn
-
-import torch
 
 from align.sources import load_config, resolve_checkpoint
 from eval.decoding.build import longest_context
@@ -154,6 +153,13 @@ class EngineServer(Server, Engine, Judge, ABC):
         )
 
 
+def option(arguments: Sequence[str], default: str, *names: str) -> str:
+    """The value of an option of these names among a program's arguments; the last one counts."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(*names, default=default, dest="value")
+    return str(parser.parse_known_args(arguments)[0].value)
+
+
 @dataclass(eq=False)
 class Servers(ABC):
     """An engine's servers of a target on this machine.
@@ -164,8 +170,8 @@ class Servers(ABC):
     prompt with its output. slots: most requests at a time. given: the user's arguments, which have
     priority.
     installed: JSON that changes with the engine's version. arguments: of all servers. variables:
-    of their environment, unless the user sets them. unreadable: reasons by the draft's spec. dtype:
-    of the target.
+    of their environment, unless the user sets them. unreadable: reasons by the draft's spec.
+    device: its kind, as cpu or cuda. hardware: its model name. dtype: of the target.
     """
 
     client: ClassVar[type[EngineServer]]
@@ -183,7 +189,8 @@ class Servers(ABC):
     arguments: list[str] = field(init=False)
     variables: dict[str, str] = field(init=False, default_factory=dict)
     unreadable: dict[str, str] = field(init=False, default_factory=dict)
-    device: torch.device = field(init=False)
+    device: str = field(init=False)
+    hardware: str = field(init=False)
     dtype: str = field(init=False)
 
     @staticmethod

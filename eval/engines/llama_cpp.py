@@ -6,15 +6,17 @@ Names of options and fields are those of llama.cpp's tools/server/README.md (bui
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from align.errors import UserError
 from align.sources import cache_folder, gguf_kind, gguf_value, load_config, resolve_file
@@ -25,9 +27,10 @@ from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import SampleMethod
 from eval.engines.comparison import Output
 from eval.engines.divergences import TOP, Logprobs
-from eval.engines.engine_server import EngineServer, Servers
+from eval.engines.engine_server import EngineServer, Servers, option
 from eval.engines.process import served_here
 from eval.engines.server import ServerError
+from eval.measuring.environment import cpu_model
 from eval.prompts import Prompt, chat_request, json_schema
 
 PROGRAM = "DRAFTSMITH_LLAMA_SERVER"  # the environment variable that names a llama-server
@@ -165,6 +168,24 @@ def llama_server() -> Path:
     return path.resolve()  # the libraries beside it are found by its own name
 
 
+def environment_of(program: Path) -> dict[str, str]:
+    """The environment variables for a llama-server, whose libraries are beside it."""
+    libraries = f"{program.parent}{os.pathsep}{os.environ.get('LD_LIBRARY_PATH', '')}"
+    return {**os.environ, "LD_LIBRARY_PATH": libraries.rstrip(os.pathsep)}
+
+
+def devices(program: Path, arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """The GPUs that a llama-server with these arguments uses, as (id, model name)."""
+    given = {name: os.environ.get(f"LLAMA_ARG_{name}", "") for name in ("DEVICE", "N_GPU_LAYERS")}
+    wanted = option(arguments, given["DEVICE"], "--device", "-dev").split(",")
+    names = "--n-gpu-layers", "--gpu-layers", "-ngl"
+    layers = option(arguments, given["N_GPU_LAYERS"], *names)
+    command, variables = [str(program), "--list-devices"], environment_of(program)
+    listed = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    gpus = re.findall(r"^ +(\w+): (.+) \(\d+ MiB", listed.stdout, re.M)
+    return [gpu for gpu in gpus if layers != "0" and (wanted == [""] or gpu[0] in wanted)]
+
+
 class LlamaServers(Servers):
     """llama-servers of a target on this machine.
 
@@ -191,7 +212,11 @@ class LlamaServers(Servers):
         # One cache of prompts is switched off by each request, the other one here.
         self.arguments = ["--ctx-size", str(self.positions * self.slots), "--cache-ram", "0"]
         self.arguments += ["--parallel", str(self.slots), *self.given]
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        found = devices(program, self.given)
+        self.device = re.sub(r"\d", "", found[0][0]).lower() if found else "cpu"
+        counts = Counter(name for _, name in found)
+        gpus = [f"{count} x {name}" if count > 1 else name for name, count in counts.items()]
+        self.hardware = ", ".join(gpus) or cpu_model()
 
     @staticmethod
     def longest(target: str) -> int:
@@ -222,12 +247,10 @@ class LlamaServers(Servers):
         self, draft: str, gamma: int, draft_sample_method: SampleMethod | None
     ) -> Iterator[str]:
         program = llama_server()
-        libraries = f"{program.parent}{os.pathsep}{os.environ.get('LD_LIBRARY_PATH', '')}"
-        variables = {**os.environ, "LD_LIBRARY_PATH": libraries.rstrip(os.pathsep)}
         command = [str(program), "--model", str(self.model), "--alias", "target"]
         command += ["--metrics", "--offline", *self.arguments]
         command += drafting(draft, self.files.get(draft), gamma) if draft else []
-        with served_here("llama-server", command, variables) as address:
+        with served_here("llama-server", command, environment_of(program)) as address:
             yield address
 
     def _gguf(self, spec: str, kind: str, target: Path | None = None) -> tuple[Path, str]:

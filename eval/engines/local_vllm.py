@@ -5,9 +5,9 @@ vLLM has a separate environment, because it needs another version of transformer
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -40,10 +40,11 @@ from eval.decoding.drafters.dflash import ARCHITECTURE
 from eval.decoding.drafters.eagle3 import in_own_layout
 from eval.decoding.drafters.formats import longest_draft, published_format
 from eval.decoding.verification import SampleMethod
-from eval.engines.engine_server import Servers
+from eval.engines.engine_server import Servers, option
 from eval.engines.process import served_here
 from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer
+from eval.measuring.environment import cpu_model, gpu_name
 
 VLLM_PYTHON = "DRAFTSMITH_VLLM_PYTHON"  # the environment variable that names a Python with vLLM
 VLLM = "0.32.0"
@@ -196,8 +197,14 @@ class VllmServers(Servers):
     def __post_init__(self) -> None:
         packages = self.program().parents[1].glob("lib/python*/site-packages/vllm*.dist-info")
         self.installed = [str(package) for package in packages]
-        texts = re.findall(r"/vllm(?:_cpu)?-(\d+)\.(\d+)", " ".join(self.installed))
-        release = [*map(int, texts[0])] if texts else [0]  # 0: not known
+        form = r"/vllm(_cpu)?-(\d+)\.(\d+)[^/ ]*?(\+cpu)?\.dist-info"
+        build = re.search(form, " ".join(self.installed))
+        release = [int(build[2]), int(build[3])] if build else [0]  # 0: not known
+        if build and not (build[1] or build[4] or torch.cuda.device_count()):
+            raise UserError(
+                f"{Path(build[0]).stem} computes on GPUs, but torch {torch.__version__} here "
+                "sees none; install a torch for GPUs, or a vLLM for CPUs (docs/engines.md)."
+            )
         self.path = resolve_checkpoint(self.target, quantised=True)
         config = load_config(str(self.path))
         self.dtype = computed_dtype(self.given, config)
@@ -209,8 +216,8 @@ class VllmServers(Servers):
                 asked = json.loads(speculation(folder, 1, None, own_ids)[1])
                 if asked["method"] == "medusa" and release >= [0, 33]:
                     raise ServerError(
-                        f"{draft} has Medusa heads, and vLLM {'.'.join(texts[0])} has no Medusa; "
-                        f"install vLLM {VLLM}, or train another drafter."
+                        f"{draft} has Medusa heads, and vLLM {release[0]}.{release[1]} has no "
+                        f"Medusa; install vLLM {VLLM}, or train another drafter."
                     )
                 # vLLM's second model runner cuts the server's context to that of such a draft
                 first_runner = own_ids or "parallel_drafting" in asked
@@ -227,7 +234,13 @@ class VllmServers(Servers):
         self.arguments += ["--no-enable-prefix-caching", *(on_gpus or ["--enforce-eager"])]
         self.arguments += self.given
         self.split = on_gpus[:2]  # --tensor-parallel-size N
-        self.device = torch.device("cuda" if on_gpus else "cpu")
+        self.device, self.hardware = "cpu", cpu_model()
+        if on_gpus:
+            gpus = math.prod(
+                int(option(self.arguments, "1", f"--{kind}-parallel-size", f"-{kind[0]}p"))
+                for kind in ("tensor", "pipeline", "data")
+            )
+            self.device, self.hardware = "cuda", gpu_name(torch.device("cuda"), gpus)
         self.variables = cpu_variables()
         for draft, (folder, _) in self.loadable.items() if not on_gpus else ():
             if isinstance(folder, Path) and has_several_k_norms(folder):
@@ -271,9 +284,7 @@ def named(spec: str, folder: Path) -> str:
 
 def computed_dtype(arguments: Sequence[str], target: PreTrainedConfig) -> str:
     """The dtype in which vLLM computes: `--dtype`, else the checkpoint's; fp32 becomes bf16."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--dtype", default="auto")
-    given: str = parser.parse_known_args(arguments)[0].dtype
+    given = option(arguments, "auto", "--dtype")
     dtype = str(target.dtype).removeprefix("torch.") if given == "auto" else given
     if given == "auto" and dtype == "float32":
         return "bfloat16"
@@ -296,7 +307,8 @@ def has_several_k_norms(folder: Path) -> bool:
 def gpu_arguments(target: Path, drafts: Sequence[Path] = ()) -> list[str]:
     """The arguments for the fewest GPUs that hold the weights; [] without a GPU.
 
-    target, drafts: folders. Drafts are split in the same way as the target.
+    target, drafts: folders. Drafts are split in the same way as the target; one is served at a
+    time.
     """
     gpus = torch.cuda.device_count()
     if not gpus:
@@ -304,8 +316,8 @@ def gpu_arguments(target: Path, drafts: Sequence[Path] = ()) -> list[str]:
     *fewer, count = tensor_parallel(gpus, load_config(str(target)), drafts)
     # GPU with the least free memory; rounded down, because vLLM refuses more than is free
     free, total = min((torch.cuda.mem_get_info(gpu) for gpu in range(count)), key=min)
-    files = [file for folder in (target, *drafts) for file in weight_files(folder)]
-    weights, room = sum(file.stat().st_size for file in files), WEIGHTS * MOST_OF_GPU * free
+    sizes = [sum(f.stat().st_size for f in weight_files(folder)) for folder in (target, *drafts)]
+    weights, room = sizes[0] + max(sizes[1:], default=0), WEIGHTS * MOST_OF_GPU * free
     count = next((parts for parts in fewer if weights <= parts * room), count)
     share = int(100 * MOST_OF_GPU * free / total) / 100
     return ["--tensor-parallel-size", str(count), "--gpu-memory-utilization", f"{share:.2f}"]

