@@ -228,7 +228,7 @@ def _texts(spec: str) -> list[str]:
 
     try:
         raw = path.read_bytes()
-        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
+        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
         if ".jsonl" not in path.suffixes:
             return [text[start : start + 65536] for start in range(0, len(text), 65536)]
         for line in filter(str.strip, text.split("\n")):

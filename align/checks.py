@@ -218,10 +218,13 @@ def _ends(target: Vocabulary) -> Iterator[Finding]:
 
 def _template(target: Vocabulary) -> Iterator[Finding]:
     if target.chat_template is None:
+        names = ", ".join(sorted(target.tokenizer.chat_template or ()))
+        none = "The target has no chat template to render messages with."
+        named = f"The target has chat templates by name ({names}), but none is named default."
         yield Finding(
             "TOK-009",
             "warning",
-            "The target has no chat template to render messages with.",
+            named if names else none,
             "use prompts given as text, or add a chat_template.jinja to the target",
         )
         return

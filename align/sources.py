@@ -487,8 +487,11 @@ def _restore_ends(model: Any, tokenizer: Any, reader: GGUFReader) -> None:
     named = "eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"
     ends = [reader.fields.get(f"tokenizer.ggml.{name}_token_id") for name in named]
     ids = [int(end.contents()) for end in ends if end is not None]
-    if ends[0] is not None:  # transformers 5.17 would use the BOS token
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ids[0])
+    # transformers would take the BOS token, and the default of the config's class
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ids[0]) if ends[0] is not None else None
+    if ends[0] is None:
+        model.config.eos_token_id = model.config.get_text_config().eos_token_id = None
+        model.generation_config.eos_token_id = None
     names = [name for name in _TURN_ENDS if name in str(tokenizer.chat_template)]
     vocabulary = tokenizer.get_vocab()
     if {"<|return|>", "<|call|>"} <= vocabulary.keys():  # "<|end|>" then ends a part of a turn

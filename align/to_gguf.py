@@ -338,8 +338,10 @@ def _add_tokenizer(writer: GGUFWriter, spec: str, rows: int) -> None:
     ids = tokenizer("a").input_ids
     writer.add_add_bos_token(ids[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(ids[-1] == tokenizer.eos_token_id)
-    if tokenizer.chat_template is not None:
-        writer.add_chat_template(tokenizer.get_chat_template())
+    if isinstance(template := tokenizer.chat_template, dict):  # several by name
+        template = [{"name": name, "template": text} for name, text in template.items()]
+    if template is not None:
+        writer.add_chat_template(template)
 
 
 def _splits(step: dict[str, Any] | None) -> list[str]:

@@ -71,7 +71,10 @@ def for_older_transformers(folder: Path) -> None:
     about.pop("auto_map", None)  # it names files with code, which the folder does not have
     for keys in (about, about.get("transformer_layer_config", {})):
         rope = dict(keys.get("rope_parameters") or {})
-        if "rope_theta" in rope:  # not in rotary parameters by type of layer
+        if keys.get("model_type") == "gemma3_text":  # rotary parameters by type of layer
+            keys["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+            rope = dict(rope["full_attention"])
+        if "rope_theta" in rope:
             moved = rope.keys() & {"rope_theta", "partial_rotary_factor"}
             keys |= {key: rope.pop(key) for key in moved}
             scaled = rope.get("rope_type", "default") != "default"

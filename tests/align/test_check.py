@@ -297,14 +297,27 @@ def test_the_verdict_of_each_engine(pair, target, draft, expected):
 # --- coverage
 
 
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 @pytest.mark.parametrize("name", ["corpus.txt", "prompts.jsonl", "prompts.jsonl.gz"])
-def test_coverage_is_weighted_by_a_corpus(pair, tmp_path, name):
+def test_coverage_is_weighted_by_a_corpus(pair, tmp_path, name, mark):
     """The draft lacks the h of the letters "aaab" + "hh": 4 of 6."""
     path = tmp_path / name
     rows = [{"prompt": "aaab"}, {"prompt": None, "messages": [{"role": "user", "content": "hh"}]}]
     text = "aaabhh" if name.endswith(".txt") else "\n".join(map(json.dumps, rows)) + "\n"
-    path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    raw = mark + text.encode()
+    path.write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
     assert pair(tokens="abcdefgX", corpus=str(path)).coverage == pytest.approx(4 / 6)
+
+
+def test_templates_by_name_are_named(write, tmp_path):
+    """Without a default one, prompts are refused by these names."""
+    target = write("target", template=None)
+    folder = tmp_path / "target" / "additional_chat_templates"
+    folder.mkdir()
+    for name in ("rag", "tool_use"):
+        (folder / f"{name}.jinja").write_text("{{ messages[0].content }}")
+    (finding,) = [f for f in check_pair(target, write("draft")).findings if f.code == "TOK-009"]
+    assert "rag, tool_use" in finding.message
 
 
 def test_without_a_corpus_coverage_is_weighted_by_english_text(pair):

@@ -462,6 +462,14 @@ def test_gguf_is_trained_and_keeps_its_stop(gguf):  # the weights: tests/align/t
     model(torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()
 
 
+def test_a_gguf_that_names_no_end_of_text_has_none(make_gguf, monkeypatch):
+    """A class default (2 for Llama) would be taken for a stop."""
+    monkeypatch.setattr(GGUFWriter, "add_eos_token_id", lambda writer, i: None)
+    path = str(make_gguf())
+    assert read_vocabulary(path).all_stops == set()
+    assert load_tokenizer(path).eos_token_id is None
+
+
 @pytest.mark.parametrize("named", ["eot", "eom", "fim_pad", None])
 def test_the_end_of_a_turn_is_a_stop(make_gguf, monkeypatch, named):
     """llama.cpp stops at the tokens that the file names, and knows names of others."""

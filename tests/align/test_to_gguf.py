@@ -162,6 +162,19 @@ def test_the_tokenizer_is_the_same(checkpoint, tmp_path):
     assert theirs.chat_template == mine.chat_template
 
 
+def test_chat_templates_by_name_are_written_by_name(checkpoint, tmp_path):
+    """llama-server takes `tool_use` for requests with tools."""
+    folder = checkpoint(FAMILIES["llama"]())
+    words = load_tokenizer(str(folder))
+    words.chat_template = {"tool_use": "{{ tools }}", "other": "x"}
+    (folder / "chat_template.jinja").unlink()
+    words.save_pretrained(folder)
+    write_gguf(folder, tmp_path / "model.gguf", "f16")
+    told, start = fields(tmp_path / "model.gguf"), "tokenizer.chat_template"
+    assert start not in told
+    assert (told[f"{start}.tool_use"], told[f"{start}.other"]) == ("{{ tools }}", "x")
+
+
 def test_what_llama_cpp_is_told(checkpoint, tmp_path):
     write_gguf(checkpoint(FAMILIES["mistral"]()), tmp_path / "model.gguf", "f16")
     told = fields(tmp_path / "model.gguf")

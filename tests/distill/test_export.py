@@ -2,7 +2,7 @@ import json
 
 import pytest
 from tokenizers import Tokenizer, models
-from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, Gemma3TextConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from align.sources import load_config
 from distill.export import for_older_transformers
@@ -40,6 +40,22 @@ def test_an_exported_draft_is_in_the_words_of_transformers_4_and_5(scaling, tmp_
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.extra_special_tokens == ["<|x|>"]
     assert tokenizer("a <|x|>").input_ids == words("a <|x|>").input_ids
+
+
+@pytest.mark.parametrize(
+    "scaling", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 8.0}]
+)
+def test_rotary_parameters_by_type_of_layer_are_in_the_words_of_transformers_4(scaling, tmp_path):
+    full, sliding = scaling | {"rope_theta": 2e6}, {"rope_type": "default", "rope_theta": 2e4}
+    rotary = {"full_attention": full, "sliding_attention": sliding}
+    config = Gemma3TextConfig(rope_parameters=rotary)
+    config.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    for_older_transformers(tmp_path)
+    about = json.loads((tmp_path / "config.json").read_text())
+    assert (about["rope_theta"], about["rope_local_base_freq"]) == (2e6, 2e4)
+    assert about["rope_scaling"] == (scaling if "factor" in scaling else None)
+    assert load_config(str(tmp_path)).rope_parameters == rotary
 
 
 def test_the_layers_of_a_draft_in_the_layout_of_speculators_too(tmp_path):
