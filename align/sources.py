@@ -60,7 +60,7 @@ _GPT2_RULES = (
 ).split()
 _SHA256 = re.compile("[0-9a-f]{64}")
 _SETTLED = 2 * 10**9  # ns; a file may change again within the resolution of its times
-_CONVERTED = "bf16-5"  # ends the name of a GGUF file's checkpoint in the cache
+_CONVERTED = "bf16-6"  # ends the name of a GGUF file's checkpoint in the cache
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _OF_WEIGHTS = {"compressed-tensors": "config_groups", "modelopt": "quant_algo"}  # else empty
@@ -241,7 +241,8 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise SourceError(
             f"{spec!r} has no tokenizer (none of {', '.join(_TOKENIZERS)} in {folder}); copy "
-            "the tokenizer of its base model into this folder."
+            "the tokenizer of its base model into this folder. A draft head (EAGLE-3, DFlash, "
+            "Medusa) has the target's tokens, and eval.run measures it without a check."
         )
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -131,12 +131,23 @@ def check_accelerate(words):
     load_recipe(arguments)
 
 
+# the options of vLLM 0.33 that our pages have
+VLLM_OPTIONS = {"model", "served-model-name", "port", "dtype", "max-model-len"}
+VLLM_OPTIONS |= {"max-num-seqs", "tensor-parallel-size", "speculative-config", "enforce-eager"}
+VLLM_OPTIONS |= {"gpu-memory-utilization"}
+SPECULATION = {"method", "model", "num_speculative_tokens", "num_speculative_tokens_per_batch_size"}
+SPECULATION |= {"parallel_drafting", "prompt_lookup_min", "prompt_lookup_max"}
+SPECULATION |= {"draft_sample_method"}
+
+
 def check_vllm(words):
     assert words[0] == "serve", words
+    assert {word[2:].partition("=")[0] for word in words if word.startswith("--")} <= VLLM_OPTIONS
     for option, value in itertools.pairwise(words):
         if option == "--speculative-config":
             given = set(json.loads(value))
             assert "num_speculative_tokens" in given
+            assert given <= SPECULATION
             assert "model" in given or json.loads(value)["method"] in ("ngram", "mtp")
 
 
@@ -163,6 +174,8 @@ def test_every_command_is_taken_by_its_own_parser(script, whole, monkeypatch):
         "accelerate launch distill/train.py --recipe code --lerning_rate 1",
         "accelerate launch --config_file recipes/accelerate/no.yaml distill/train.py --recipe code",
         "vllm serve T --speculative-config '{\"gamma\": 3}'",
+        "vllm serve T --tensor-parallel 2",
+        'vllm serve T --speculative-config \'{"model": "D", "num_speculative_tokens": 3, "k": 1}\'',
     ],
 )
 def test_commands_that_nobody_would_take_are_found(script):
@@ -352,10 +365,10 @@ def test_a_figure_of_another_row_or_load_is_found(tmp_path):
         assert list(untrue(tmp_path / "README.md")), (one, other)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_figures_without_a_report_stand_in_the_lab_notes(page):
     notes = " ".join((ROOT / "docs" / "lab-notes.md").read_text(encoding="utf-8").split())
-    assert [figure for figure in cited(ROOT / page)[1] if figure not in notes] == []
+    assert [figure for figure in cited(page)[1] if figure not in notes] == []
 
 
 def test_counts_of_identical_outputs_are_those_of_the_evidence():

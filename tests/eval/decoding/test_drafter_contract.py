@@ -6,14 +6,12 @@ A new kind of draft is a line in DRAFTERS.
 import copy
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable
 
 import pytest
 import torch
 from transformers import Qwen3Config
 
-from align.errors import UserError
 from align.transplant import transplant
 from align.vocab_map import build_map
 from eval.decoding import forward
@@ -26,7 +24,6 @@ from eval.decoding.drafters.dflash import DFlashDecoder, DFlashSession, build_df
 from eval.decoding.drafters.drafter import HeadDrafter, Text
 from eval.decoding.drafters.eagle3 import FORMAT as EAGLE3
 from eval.decoding.drafters.eagle3 import Eagle3Session, build_eagle3, layer_config
-from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
 from eval.decoding.drafters.medusa import MedusaDrafter, MedusaSession
 from eval.decoding.drafters.mtp import FORMAT as MTP
@@ -521,10 +518,3 @@ def test_a_draft_that_cannot_be_as_long_is_reported_as_it_is(world, made, journa
     assert [found[name][0] for name in names] == [8, DEPTH, DEPTH, 3, 8]
     assert {policy for length, policy in found.values() if length == 8} == {"fixed"}
     assert {policy for length, policy in found.values() if length < 8} == {AT_LONGEST}
-
-
-def test_a_head_of_an_unknown_method_is_refused_by_its_name(tmp_path):
-    about = {"model_type": "qwen3", "architectures": ["DFlash2DraftModel"]}
-    (tmp_path / "config.json").write_text(json.dumps(about))
-    with pytest.raises(UserError, match="DFlash2DraftModel"):
-        load_drafter(str(tmp_path), None, "direct")
