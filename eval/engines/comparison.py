@@ -388,7 +388,7 @@ class Comparison:
                 **facts,
                 "decoding": decoding,
                 "prompts": prompt_facts(replace(self.prompts, prompts=prompts, ids=[]))
-                | {"left_out": [*self.left_out.values()]},
+                | {"left_out": [*self.left_out.values()], "other_ids": self.other_ids(outputs)},
                 "starts": self.starts(),
                 "provenance": self.task.provenance | ({"failures": failures} if failures else {}),
             },
@@ -398,6 +398,15 @@ class Comparison:
             ],
         )
         return build_report(run, logs)
+
+    def other_ids(self, outputs: Sequence[PromptOutputs]) -> list[str] | None:
+        """The ids of prompts that the engine renders otherwise than the task; None: not known."""
+        rendered = self.task.prompts
+        if not any(map(any, rendered.ids)):  # no tokenizer is there: no ids, or zeros
+            return None
+        ids = {p.id: ids for p, ids in zip(rendered.prompts, rendered.ids, strict=True)}
+        timed = [output.timed for output in outputs if output.timed.run.prompt_id in ids]
+        return [o.run.prompt_id for o in timed if o.prompt_ids != ids[o.run.prompt_id]]
 
     def _visit(self, contender: Contender, visit: Visit, bar: tqdm) -> None:
         """Do the open tasks of the visit; after a failure of the engine, start it once more."""

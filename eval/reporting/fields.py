@@ -276,6 +276,9 @@ class PromptsUsed(Part):
     in_chat_form: float = Field(0, ge=0, le=1, description="share in the chat template")
     chat_template_kwargs: list[dict[str, JsonValue]] = Field([], description="of the messages")
     chat_template: bool | None = Field(None, description="whether the target has one")
+    other_ids: list[str] | None = Field(
+        None, description="prompts whose token ids in the engine are others than in transformers"
+    )
 
 
 class Environment(Part):

@@ -94,6 +94,13 @@ def _about_prompts(report: Report) -> Iterator[ReportWarning]:
             "template. Raw prompts make an Instruct model copy and loop; use `messages` or an "
             "`instruction`.",
         )
+    if prompts.other_ids:
+        yield ReportWarning(
+            "other-ids",
+            f"{len(prompts.other_ids)} of {prompts.n} prompts have other token ids in the engine "
+            f"than in transformers, as {prompts.other_ids[0]!r}: its chat template or tokenizer "
+            "differs. A draft that is trained on transformers' ids is measured on other prompts.",
+        )
     if prompts.left_out:
         text = f"{len(prompts.left_out)} prompts are in no number: {prompts.left_out[0]}"
         yield ReportWarning("left-out", text)

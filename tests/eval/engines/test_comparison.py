@@ -231,3 +231,17 @@ def test_a_server_that_does_not_start(fake, failing, first, last, left):
     failed = comparison.failures([comparison.baseline, *comparison.drafting][failing])
     assert failed == (["no memory"] if first < last else [])
     assert started[2] == (0 if failing == 0 and first == 1 < last else 2)
+
+
+def test_prompts_that_an_engine_renders_otherwise_are_named(fake):
+    """As llama-server's templates do: each fake reads 1, 2, 3."""
+    for ids, other in ([[1, 2, 3]] * 2, []), ([[1, 2, 3], [1, 2]], ["b"]), ([[0], [0, 0]], None):
+        prompts = [Prompt(name, prompt="x") for name in "ab"]
+        contenders = [
+            Contender(runs_already(VllmServer(fake(step).url)), name)
+            for step, name in ((1, ""), (3, "draft"))
+        ]
+        comparison = Comparison(contenders, Task(PromptSet("", prompts, ids), GREEDY))
+        comparison.run(take_turns)
+        outputs = [*comparison.baseline.outputs.values()]
+        assert comparison.other_ids(outputs) == other

@@ -209,7 +209,7 @@ def test_checkpoints_are_written_for_a_server(tmp_path, monkeypatch, program, st
     drafts = {"lookup": "prompt-lookup", "own": own, "both": f"lookup-first:{own}", "no": "none/no"}
     drafts["dflash"] = str(tmp_path / "dflash")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    task = Task(PromptSet("", PROMPTS, [[1, 2, 3]]), GREEDY)
+    task = Task(PromptSet("", PROMPTS, [[1, 2, 3]] * 2), GREEDY)
     report = measure_started(LlamaServers, str(tmp_path / "target"), drafts, [1, 8], task)
     lengths = {name: draft.gamma for name, draft in report.drafts.items()}
     assert lengths == {"lookup": None} | {
@@ -279,7 +279,7 @@ def test_a_real_server(monkeypatch):
     texts = ("Count from 1 to 9.", "Repeat: 日本 🏳️‍🌈 日本 🏳️‍🌈")
     asked = [Prompt(text, messages=[{"role": "user", "content": text}]) for text in texts]
     drafts = {"lookup": "prompt-lookup", "own": TARGET, "both": f"lookup-first:{TARGET}"}
-    task = Task(PromptSet("", asked, [[1] * 99]), GREEDY)
+    task = Task(PromptSet("", asked, [[1] * 99] * 2), GREEDY)
     report = measure_started(LlamaServers, TARGET, drafts, [3], task)
     for draft in report.drafts.values():
         assert draft.lossless.identical + draft.lossless.tie_divergences == 2

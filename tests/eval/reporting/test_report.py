@@ -674,6 +674,7 @@ def test_too_few_prompts_give_no_verdict(run_info, measurement):
         ("decoding.ended_by_stop", 0.01, 0.0, "none-ended"),
         ("prompts.overlap_with_training", 0.0, None, "overlap-unknown"),
         ("prompts.in_chat_form", 1.0, 0.25, "raw-prompts"),
+        ("prompts.other_ids", [], ["p"], "other-ids"),
         ("baseline.over_stock_generate.mean", 0.96, 0.94, "slow-baseline"),
         ("eager", [], ["target"], "no-graphs"),
         ("drafts.tuned.decode_efficiency.mean", 0.81, 0.79, "overhead"),
