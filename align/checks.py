@@ -124,6 +124,15 @@ def find(pair: Comparison, strategy: str | None) -> Iterator[Finding]:
             "entries do not support it.",
             "measure the unchanged draft (eval.run), or name another draft to train",
         )
+    lengths = [side.config.get("max_position_embeddings") or 0 for side in pair.both]
+    if 0 < lengths[1] < lengths[0]:
+        yield Finding(
+            "TOK-019",
+            "warning",
+            f"The draft reads up to {lengths[1]} tokens, the target {lengths[0]}. vLLM 0.33 cuts "
+            "the context of its server to the draft's.",
+            "raise max_position_embeddings in the draft's config.json, or serve with that context",
+        )
     if names := [*differences(pair)]:
         yield Finding(
             "TOK-017",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Sequence
@@ -70,6 +71,12 @@ def write_card(
         method = recipe.draft_sample_method
         drafting = speculation(publication.name, gamma, run / "draft", False, method)
         vllm = shlex.join(scheduled(["vllm", "serve", target, *drafting], schedule))
+        config = json.loads(drafting[1])
+        context = read_json(run / "draft" / "config.json").get("max_position_embeddings")
+        if config["method"] == "medusa":
+            vllm = f"# up to vLLM 0.32\n{vllm}"
+        elif context and config["method"] == "draft_model" and "parallel_drafting" not in config:
+            vllm = f"# from vLLM 0.33 on, the context is at most the draft's: {context}\n{vllm}"
     except ServerError as error:
         vllm = f"# vLLM does not start with it: {error}"
     card = ModelCard.from_template(

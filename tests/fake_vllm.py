@@ -358,11 +358,12 @@ class Starter:
         self.make, self.started, self.running, self.most_running = make, [], 0, 0
 
     @contextmanager
-    def serve(self, target, *arguments):
+    def serve(self, target, *arguments, log_file=None):
         config = None
         if "--speculative-config" in arguments:
             config = json.loads(arguments[arguments.index("--speculative-config") + 1])
         server = self.make(config)
+        log_file.write_text("" if config else "INFO Using V2 Model Runner\n")
         self.started.append((target, arguments, config))
         self.running += 1
         self.most_running = max(self.most_running, self.running)

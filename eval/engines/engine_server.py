@@ -171,7 +171,8 @@ class Servers(ABC):
     priority.
     installed: JSON that changes with the engine's version. arguments: of all servers. variables:
     of their environment, unless the user sets them. unreadable: reasons by the draft's spec.
-    device: its kind, as cpu or cuda. hardware: its model name. dtype: of the target.
+    device: its kind, as cpu or cuda. hardware: its model name. dtype: of the target. runner: the
+    model runner of the last started server; None: not known.
     """
 
     client: ClassVar[type[EngineServer]]
@@ -192,6 +193,7 @@ class Servers(ABC):
     device: str = field(init=False)
     hardware: str = field(init=False)
     dtype: str = field(init=False)
+    runner: str | None = field(init=False, default=None)
 
     @staticmethod
     def longest(target: str) -> int:

@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,9 @@ METHODS: dict[str, dict[str, Any]] = {
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "NUMBA_THREADING_LAYER": "workqueue"}
 # If a draft's path contains one of these, vLLM 0.32 ignores the configured method.
 MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
+
+
+SECOND_RUNNER = "Using V2 Model Runner"  # in the log of a vLLM on GPUs
 
 
 class EngineMissing(UserError):
@@ -267,14 +270,20 @@ class VllmServers(Servers):
         drafting = speculation(draft, gamma, Path(folder), own_ids, draft_sample_method)
         return ["vllm", "serve", named(self.target, self.path), *self.split, *self.given, *drafting]
 
+    @contextmanager
     def serve(
         self, draft: str, gamma: int, draft_sample_method: SampleMethod | None
-    ) -> AbstractContextManager[str]:
+    ) -> Iterator[str]:
         folder, own_ids = self.loadable.get(draft, ("", False))
         drafting = []
         if draft:
             drafting = speculation(folder, gamma, None, own_ids, draft_sample_method)
-        return serve_vllm(self.path, *drafting, *self.arguments)
+        log = self.scratch / "log"
+        with serve_vllm(self.path, *drafting, *self.arguments, log_file=log) as address:
+            if self.device == "cuda":
+                second = SECOND_RUNNER in log.read_text(encoding="utf-8", errors="replace")
+                self.runner = "second" if second else "first"
+            yield address
 
 
 def named(spec: str, folder: Path) -> str:
@@ -343,7 +352,9 @@ def tensor_parallel(gpus: int, target: PreTrainedConfig, drafts: Iterable[Path] 
 
 
 @contextmanager
-def serve_vllm(target: str | Path, *arguments: str, **variables: str) -> Iterator[str]:
+def serve_vllm(
+    target: str | Path, *arguments: str, log_file: Path | None = None, **variables: str
+) -> Iterator[str]:
     """The address of a vLLM server of the target, as in `served_here`.
 
     arguments: of vLLM. variables: more environment variables. Raises EngineMissing, and ServerError
@@ -356,5 +367,5 @@ def serve_vllm(target: str | Path, *arguments: str, **variables: str) -> Iterato
     # all files are local, so the server needs no network; it sends no statistics either
     private = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
     given = cpu_variables() | environment_of(python) | private | variables
-    with served_here("vLLM", [*command, *arguments], given) as address:
+    with served_here("vLLM", [*command, *arguments], given, log_file) as address:
         yield address

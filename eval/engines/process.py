@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 
@@ -28,18 +29,24 @@ GUARD = f"trap '' TERM; read _; kill -TERM 0; sleep {DYING_SECONDS}; kill -KILL 
 
 
 @contextmanager
-def served_here(engine: str, command: Sequence[str], variables: Mapping[str, str]) -> Iterator[str]:
+def served_here(
+    engine: str, command: Sequence[str], variables: Mapping[str, str], log_file: Path | None = None
+) -> Iterator[str]:
     """The address of a server that `command` starts; the server ends with the block.
 
     command: without the options --host and --port, which every engine here has. variables: the
-    environment. The server also ends if this process is killed. Raises ServerError if the server
+    environment. log_file: gets the server's log; None: a temporary file does. The server also ends
+    if this process is killed. Raises ServerError if the server
     does not start. If the server ended, a ServerError of the block is raised again with the
     end of the server's log.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with tempfile.TemporaryFile("w+") as log, _process_group() as group:
+    with (
+        log_file.open("w+b") if log_file else tempfile.TemporaryFile() as log,
+        _process_group() as group,
+    ):
         server = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--port", str(port)],
             env={name: value for name, value in variables.items() if name not in NOT_PASSED},

@@ -189,12 +189,16 @@ def measure_started(
         method = None if decoding.sampling.greedy else decoding.draft_sample_method
 
         @contextmanager
-        def serving(draft: str = "", gamma: int = 0) -> Iterator[EngineServer]:
+        def serving(
+            draft: str = "", gamma: int = 0, name: str = "target"
+        ) -> Iterator[EngineServer]:
             if draft in servers.unreadable:
                 raise ServerError(servers.unreadable[draft])
             with servers.serve(draft, gamma, method) as url:
                 server = servers.client(url, PATIENCE)
                 machine["engine_version"] = server.version
+                if servers.runner:
+                    machine.setdefault("runners", {})[name] = servers.runner
                 if idle([_warm_up(server, task)]) and draft not in N_GRAMS | {""}:
                     raise ServerError(IDLE)
                 yield server
@@ -221,7 +225,9 @@ def measure_started(
             if draft not in servers.unreadable:
                 facts["serve"] = masked_arguments(servers.command(draft, gamma, method))
             identity = [shared, draft, gamma, _files(draft), method]
-            contenders.append(Contender(partial(serving, draft, gamma), named, facts, identity))
+            contenders.append(
+                Contender(partial(serving, draft, gamma, named), named, facts, identity)
+            )
         comparison = Comparison(contenders, task)
         comparison.run(there_and_back)
     return _report(

@@ -293,6 +293,9 @@ class Environment(Part):
     load_average: Quantity | None = Field(description="over one minute, at the start")
     server_arguments: list[str] | None
     server_variables: dict[str, str] | None = Field(None, description="of the environment")
+    runners: dict[str, str] | None = Field(
+        None, description="vLLM's model runner (first, second), by draft and `target`"
+    )
 
 
 class HeldOutPoint(Part):

@@ -165,6 +165,13 @@ def begins_with_a_space(backend):
 
 
 ENDS = ("<s>", "</s>")
+
+
+def context(length):
+    """A config with this context length."""
+    return {"config": {"max_position_embeddings": length}}
+
+
 NO_STOP = {"eos": None, "generation_config": {"eos_token_id": None}}
 BIAS = {"lm_head.weight": torch.zeros(10, 2), "lm_head.bias": torch.zeros(10)}
 MERGED = {"tokens": [*"abcdefgh", "ab"]}
@@ -188,6 +195,7 @@ OF_THE_HUB = (
         ("009", "warning", [], {"target": {"template": None}}),
         ("009", "warning", [], {"target": {"template": RAISES}}),
         ("009", "warning", [], {"target": {"template": "{{ 1 / 0 }}"}}),
+        ("019", "warning", [], {"target": context(64), "config": {"max_position_embeddings": 63}}),
         ("012", "warning", [], {"weights": BIAS}),
         ("012", "warning", [], {"config": {"logit_scale": 0.5}}),
         (
@@ -212,6 +220,8 @@ def test_what_is_found(pair, code, severity, ids, how):
         ("002", {"target": {"rows": 10, "added": ("<s>", "</s>", "<image>")}}),  # no text holds it
         ("009", {"target": {"template": OF_THE_HUB}}),
         ("012", {"config": {"logit_scale": 1.0}}),
+        ("019", {"target": context(64), "config": {"max_position_embeddings": 64}}),
+        ("019", {"target": context(64)}),
     ],
 )
 def test_what_is_not_found(pair, code, how):

@@ -173,6 +173,9 @@ def test_the_card_has_the_loads_and_their_schedule_and_no_host(run, in_vllm, tmp
     ("drafter", "config", "words"),
     [
         (None, {}, '"method": "draft_model"'),
+        (None, {"max_position_embeddings": 777}, ": 777\nvllm serve"),
+        (None, {"max_position_embeddings": 777, "pard_token": 3}, "```bash\nvllm serve"),
+        ("medusa", {"model_type": "medusa", "vocab_size": 8}, "0.32\nvllm serve"),
         ("eagle3", {"speculators_model_type": "eagle3"}, '"method": "eagle3"'),
         (
             "medusa",

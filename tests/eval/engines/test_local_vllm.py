@@ -205,12 +205,15 @@ def test_a_path_from_which_vllm_would_take_another_method_is_refused(tmp_path):
         speculation(tmp_path / "eagle3-runs", 3)
 
 
-def test_a_server_that_refuses():
+@pytest.mark.parametrize("log", [None, "log"])
+def test_a_server_that_refuses(tmp_path, log):
+    log_file = log and tmp_path / log
     with (
         pytest.raises(ServerError, match=r"ended with status 1 \(ValueError: draft and target"),
-        serve_vllm("T", "refused"),
+        serve_vllm("T", "refused", log_file=log_file),
     ):
         pass
+    assert log is None or "draft and target" in log_file.read_text()
 
 
 def test_a_server_that_is_never_ready(monkeypatch):

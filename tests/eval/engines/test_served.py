@@ -552,6 +552,8 @@ def test_a_server_takes_the_gpus_that_the_weights_need(
         assert arguments[-4:] == ("--max-model-len", "99", "--tensor-parallel-size", "2")
     report = read_report(tmp_path / "report" / "report.json")
     assert (report.device, report.environment.hardware) == ("cuda", "2 x a GPU")
+    runners = {"target": "second", "lookup": "first", "own": "first"}
+    assert report.environment.runners == runners
     assert report.environment.server_arguments[-4:] == own[1].split()
     assert report.environment.server_variables["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     assert "VLLM_API_KEY" not in report.environment.server_variables
