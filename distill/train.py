@@ -156,8 +156,8 @@ def answered(
 ) -> Answers:
     """The target's outputs for the training prompts. Recipe or minutes limit their number.
 
-    With minutes, the hidden states that outputs lack are computed in the same rounds, unless a vLLM
-    generates outputs: it is started again for the states.
+    With minutes, the hidden states that outputs lack are computed in the same rounds, except from a
+    vLLM, which is started again for them.
     """
     every = to_answer(prompts.training.ids, recipe.answers_per_prompt, None)
     asked, taught, store = every[: recipe.max_answers], recipe.train_on_prompts, target.store
@@ -183,8 +183,7 @@ def answered(
         return first(len(asked))
     lacking = unanswered = [i for i in missing if i < len(asked)]
     states = bool(pair.layers or pair.fit_layers) and not recipe.coverage_curve
-    again = states and target.by == "vllm" and bool(unanswered)
-    in_rounds = states and not again
+    in_rounds = states and target.by != "vllm"
     if in_rounds and pair.layers:
         stored = sorted(set(range(len(asked))).difference(unanswered))
         cached = Answers(store, [names[i] for i in stored])
@@ -196,7 +195,7 @@ def answered(
         if unanswered:
             target.start()
         if in_rounds:
-            reader.start()
+            reader.load()
 
     def first_with_states(count: int) -> Answers:
         answers = first(count)
@@ -204,7 +203,7 @@ def answered(
             cache_states({pair.layers: answers, pair.fit_layers: fitted(recipe, answers)}, reader)
         return answers
 
-    batch = recipe.answer_batch_size
+    again, batch = states and not in_rounds, recipe.answer_batch_size
     return answers_in_time(clock, len(asked), lacking, batch, start, first_with_states, again)
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate import PartialState
 from torch import Tensor
 
 from align.files import remove
@@ -77,10 +76,6 @@ class VllmStates:
     layers: tuple[int, ...]
     folder: Path
     stack: ExitStack
-
-    def start(self) -> None:
-        if PartialState().is_main_process:
-            _ = self.server
 
     @functools.cached_property
     def server(self) -> Server:

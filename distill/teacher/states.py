@@ -59,10 +59,6 @@ class StateReader(Protocol):
         """What a base draft is made from."""
         ...
 
-    def start(self) -> None:
-        """Load or start what computes states, if it has not been done yet."""
-        ...
-
     def read(self, texts: Sequence[Tensor], layers: Sequence[int]) -> Iterator[Tensor]:
         """The states [T - 1, L, H] of each text, in bf16 on the CPU."""
         ...
@@ -74,9 +70,6 @@ class LocalStates:
 
     by: ClassVar[Answerer] = "local"
     load: Callable[[], Target]
-
-    def start(self) -> None:
-        self.load()
 
     def read(self, texts: Sequence[Tensor], layers: Sequence[int]) -> Iterator[Tensor]:
         decoder = self.load().decoder  # loaded in inference mode it could not be trained from
