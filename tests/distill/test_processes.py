@@ -68,6 +68,7 @@ def forked(file, dies, flags):
     """The same of two processes with what the launcher would tell them of FSDP."""
     environment = prepare_multi_gpu_env(asked(FSDP2, "--num_processes", "2", *flags))
     told = {k: v for k, v in environment.items() if k.startswith(("FSDP_", "ACCELERATE_"))}
+    told["DRAFTSMITH_CACHE"] = os.environ["DRAFTSMITH_CACHE"]  # ranks have that of the first test
     ranks = run_ranks(file.parent, 2, training.train, file, dies, told)
     return max(abs(status) for status, _ in ranks), "".join(printed for _, printed in ranks)
 
