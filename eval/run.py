@@ -295,7 +295,7 @@ def _of_run(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
 
 def _overlap(args: argparse.Namespace, prompts: list[Prompt]) -> int | None:
     """How many training prompts of --run nearly repeat a prompt; None: not known."""
-    if args.training is None:
+    if args.training is None or not args.training.is_file():  # a user may have deleted it
         return args.overlap
     return drop_overlap(load_prompts(str(args.training)), prompts)[1].dropped
 
