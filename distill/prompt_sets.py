@@ -280,4 +280,4 @@ def hold_out(prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[Prom
             held_out += (prompt for prompt in prompts if prompt.group == first.group)
     near = NearDuplicates(p.text for p in held_out)
     ids = {p.id for p in held_out}
-    return held_out, [p for p in prompts if p.id not in ids and not near.closest(p.text)[0]]
+    return held_out, [p for p in prompts if p.id not in ids and not near.repeats(p.text)]

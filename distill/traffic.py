@@ -116,7 +116,7 @@ def usable(
             dropped[f"beyond {limit} rows"] += 1
         elif (text := prompt_text(row)) is None:
             dropped["not readable"] += 1
-        elif near.closest(text)[0]:
+        elif near.repeats(text):
             dropped["near-duplicates"] += 1
         else:
             near.add(text)

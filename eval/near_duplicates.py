@@ -38,24 +38,51 @@ class NearDuplicates:
     """Texts that other texts are compared with; an index by shingle finds all candidates."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
-        self.sizes: list[int] = []
+        self.runs: list[frozenset[str]] = []
         self.holders: dict[str, list[int]] = {}
+        self.rare: dict[str, list[int]] = {}  # as `holders`, of each text's rarest shingles
         for text in texts:
             self.add(text)
 
     def add(self, text: str) -> None:
         runs = shingles(text)
+        for run in self._rarest(runs):
+            self.rare.setdefault(run, []).append(len(self.runs))
         for run in runs:
-            self.holders.setdefault(run, []).append(len(self.sizes))
-        self.sizes.append(len(runs))
+            self.holders.setdefault(run, []).append(len(self.runs))
+        self.runs.append(runs)
+
+    def _rarest(self, runs: frozenset[str]) -> list[str]:
+        """A third of a text's shingles and one more: those that the fewest texts have."""
+        ranked = sorted(runs, key=lambda run: len(self.holders.get(run, ())))
+        return ranked[: len(runs) // 3 + 1]
 
     def similar(self, text: str) -> Iterator[tuple[int, float, float]]:
         """(number, Jaccard similarity, shared part of the shorter text) if a shingle is shared."""
         runs = shingles(text)
         shared = Counter(chain.from_iterable(self.holders.get(run, ()) for run in runs))
         for i, count in shared.items():
-            size = self.sizes[i]
+            size = len(self.runs[i])
             yield i, count / (len(runs) + size - count), count / min(len(runs), size)
+
+    def candidates(self, runs: frozenset[str]) -> set[int]:
+        """The numbers of texts that may be near-duplicates of a text with these shingles.
+
+        Near-duplicates share two thirds of the shorter text's shingles, so at least one of any
+        larger part than a third. The rarest ones have few holders.
+        """
+        held = (self.holders.get(run, ()) for run in self._rarest(runs))
+        return {*chain.from_iterable(held), *chain(*(self.rare.get(run, ()) for run in runs))}
+
+    def repeats(self, text: str) -> bool:
+        """Whether the text nearly duplicates one of the texts."""
+        runs = shingles(text)
+        pairs = ((runs, self.runs[i]) for i in self.candidates(runs))
+        return any(
+            (shared := len(a & b)) >= NEAR_DUPLICATE * len(a | b)
+            or shared >= CONTAINED * min(len(a), len(b))
+            for a, b in pairs
+        )
 
     def closest(self, text: str) -> tuple[bool, float]:
         """Whether the text nearly duplicates one of the texts; its largest Jaccard similarity."""

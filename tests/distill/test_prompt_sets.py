@@ -139,6 +139,26 @@ def test_what_is_similar_is_found_with_its_similarity():
             assert found.get(i, (0, 0)) == pytest.approx(expected)
 
 
+def test_near_duplicates_are_found_by_rare_shingles():
+    """Parts of texts, with other text before them, so that shares lie around both limits."""
+    rng, index = random.Random(3), NearDuplicates()
+    words = [str(i) for i in range(400)]
+    texts = [rng.choices(words, k=rng.randint(5, 90)) for _ in range(60)]
+    for text in texts:
+        index.add(" ".join(text))
+    repeats = []
+    for text in texts * 8:
+        cut = rng.randint(0, len(text))
+        part = " ".join([*rng.choices(words, k=rng.randint(0, 120)), *text[cut:]])
+        repeats.append(index.repeats(part))
+        assert repeats[-1] == index.closest(part)[0]
+    assert 30 < sum(repeats) < 450
+    shared = " ".join(words[:40])
+    whole = [f"{shared} {' '.join(rng.sample(words, 40))}" for _ in range(9)]
+    assert NearDuplicates(whole).repeats(shared)
+    assert all(NearDuplicates([shared]).repeats(text) for text in whole)
+
+
 def test_planted_near_duplicates_are_dropped():
     evaluation = [Prompt("e", HUMAN_EVAL_LIKE)]
     renamed = HUMAN_EVAL_LIKE.replace("deposit", "payment").replace("Detect if", "Tell whether")
@@ -486,3 +506,16 @@ def test_long_prompts_are_left_out_before_some_are_set_aside(chat):
     assert len(kept.tuning.ids) == 2  # as many as were asked for, of those that stay
     parts = [kept.training, kept.tuning, kept.evaluation]
     assert sum(len(part.ids) for part in parts) == sum(length <= limit for length in lengths)
+
+
+def test_texts_that_share_an_instruction_are_compared_with_few_others():
+    """Else the time would grow with the square of their number."""
+    draws, index, compared = random.Random(0), NearDuplicates(), []
+    for _ in range(300):
+        question = " ".join(str(draws.randrange(10**6)) for _ in range(20))
+        text = f"Answer the question about the contract in two sentences, please. {question}"
+        compared.append(len(index.candidates(shingles(text))))
+        assert not index.repeats(text)
+        index.add(text)
+    assert sum(compared) <= 300
+    assert index.repeats(text)
