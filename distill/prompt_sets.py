@@ -125,11 +125,12 @@ def _kept(recipe: Recipe, target: Vocabulary) -> Prompts:
             )
         return PromptSet(source, prompts, ids[name], chat_template=bool(target.chat_template))
 
+    overlap = read_json(folder / OVERLAP)
     return Prompts(
         part("train", recipe.train_prompts),
         part("tuning", recipe.train_prompts),
         part("eval", recipe.eval_prompts),
-        Overlap(**read_json(folder / OVERLAP)),
+        Overlap(overlap["dropped"], overlap["repeated"]),
         part("held_out", recipe.train_prompts),
     )
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -57,14 +56,6 @@ class NearDuplicates:
         ranked = sorted(runs, key=lambda run: len(self.holders.get(run, ())))
         return ranked[: len(runs) // 3 + 1]
 
-    def similar(self, text: str) -> Iterator[tuple[int, float, float]]:
-        """(number, Jaccard similarity, shared part of the shorter text) if a shingle is shared."""
-        runs = shingles(text)
-        shared = Counter(chain.from_iterable(self.holders.get(run, ()) for run in runs))
-        for i, count in shared.items():
-            size = len(self.runs[i])
-            yield i, count / (len(runs) + size - count), count / min(len(runs), size)
-
     def candidates(self, runs: frozenset[str]) -> set[int]:
         """The numbers of texts that may be near-duplicates of a text with these shingles.
 
@@ -84,24 +75,17 @@ class NearDuplicates:
             for a, b in pairs
         )
 
-    def closest(self, text: str) -> tuple[bool, float]:
-        """Whether the text nearly duplicates one of the texts; its largest Jaccard similarity."""
-        similar = list(self.similar(text))
-        near = any(jaccard >= NEAR_DUPLICATE or share >= CONTAINED for _, jaccard, share in similar)
-        return near, max((jaccard for _, jaccard, _ in similar), default=0.0)
-
 
 @dataclass(frozen=True)
 class Overlap:
     """The overlap of training and evaluation prompts.
 
     dropped: number of training prompts that were dropped because they equal or nearly duplicate an
-    evaluation prompt. max_jaccard: the largest similarity of the kept training prompts. repeated:
-    number of training prompts that were dropped because they equal an earlier one.
+    evaluation prompt. repeated: number of those that were dropped because they equal an earlier
+    one.
     """
 
     dropped: int
-    max_jaccard: float
     repeated: int
 
 
@@ -111,16 +95,14 @@ def drop_overlap(
     """The first `limit` different prompts that nearly repeat no evaluation prompt; None: all."""
     held_out = NearDuplicates(p.text for p in eval_prompts)
     kept: dict[str, Prompt] = {}
-    dropped, repeated, largest = 0, 0, 0.0
+    dropped, repeated = 0, 0
     for prompt in prompts:
         if len(kept) == limit or (not kept and dropped == HOPELESS):
             break
-        near, similarity = held_out.closest(prompt.text)
-        if near:
+        if held_out.repeats(prompt.text):
             dropped += 1
         elif prompt.content in kept:
             repeated += 1
         else:
             kept[prompt.content] = prompt
-            largest = max(largest, similarity)
-    return list(kept.values()), Overlap(dropped, round(largest, 4), repeated)
+    return list(kept.values()), Overlap(dropped, repeated)
