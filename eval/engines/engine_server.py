@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from align.sources import load_config, resolve_checkpoint
 from eval.decoding.build import longest_context
@@ -26,6 +26,8 @@ from eval.engines.counters import NAMES, Series, between, read_series
 from eval.engines.divergences import Judge, Logprobs, explain
 from eval.engines.server import AT_ONCE, Server, ServerError, passing
 from eval.prompts import Prompt
+
+T = TypeVar("T", int, str)
 
 
 class EngineServer(Server, Engine, Judge, ABC):
@@ -153,11 +155,15 @@ class EngineServer(Server, Engine, Judge, ABC):
         )
 
 
-def option(arguments: Sequence[str], default: str, *names: str) -> str:
-    """The value of an option of these names among a program's arguments; the last one counts."""
+def option(arguments: Sequence[str], default: T, *names: str) -> T:
+    """The value of an option of these names among a program's arguments; the last one counts.
+
+    It has the default's type; another value ends the command with status 2.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(*names, default=default, dest="value")
-    return str(parser.parse_known_args(arguments)[0].value)
+    parser.add_argument(*names, default=default, type=type(default), dest="value")
+    value: T = parser.parse_known_args(arguments)[0].value
+    return value
 
 
 @dataclass(eq=False)

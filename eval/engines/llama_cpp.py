@@ -182,7 +182,7 @@ def devices(program: Path, arguments: Sequence[str]) -> list[tuple[str, str]]:
     layers = option(arguments, given["N_GPU_LAYERS"], *names)
     command, variables = [str(program), "--list-devices"], environment_of(program)
     listed = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    gpus = re.findall(r"^ +(\w+): (.+) \(\d+ MiB", listed.stdout, re.M)
+    gpus = re.findall(r"^ +(\w+): (.+) \([1-9]\d* MiB", listed.stdout, re.M)  # BLAS has 0 MiB
     return [gpu for gpu in gpus if layers != "0" and (wanted == [""] or gpu[0] in wanted)]
 
 

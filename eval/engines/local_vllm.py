@@ -240,7 +240,7 @@ class VllmServers(Servers):
         self.device, self.hardware = "cpu", cpu_model()
         if on_gpus:
             gpus = math.prod(
-                int(option(self.arguments, "1", f"--{kind}-parallel-size", f"-{kind[0]}p"))
+                option(self.arguments, 1, f"--{kind}-parallel-size", f"-{kind[0]}p")
                 for kind in ("tensor", "pipeline", "data")
             )
             self.device, self.hardware = "cuda", gpu_name(torch.device("cuda"), gpus)

@@ -141,7 +141,9 @@ def measure_servers(
         environment=machine,
     )
     shown = report.model_dump_json()  # reports are published, so reasons have no address
-    for server in (baseline, *drafts.values()):
+    for server in sorted(
+        [baseline, *drafts.values()], key=lambda each: len(each.url), reverse=True
+    ):
         shown = shown.replace(server.url, "server").replace(f"host='{server.host}'", "server")
     return Report.model_validate_json(shown)
 

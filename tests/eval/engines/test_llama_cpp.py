@@ -31,6 +31,7 @@ TARGET = (
 )
 PROMPTS = [Prompt("a", prompt="one"), Prompt("b", messages=[{"role": "user", "content": "two"}])]
 GPUS = """Available devices:
+  BLAS: OpenBLAS (0 MiB, 0 MiB free)
   CUDA0: NVIDIA L4 (PCIe) (22700 MiB, 22400 MiB free)
   CUDA1: NVIDIA L4 (PCIe) (22700 MiB, 22400 MiB free)
 """

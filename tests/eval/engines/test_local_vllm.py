@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaConfig
 
 from eval.engines import local_vllm, process
+from eval.engines.engine_server import option
 from eval.engines.local_vllm import (
     VLLM_PYTHON,
     EngineMissing,
@@ -282,6 +283,14 @@ def test_drafts_are_served_one_at_a_time(tmp_path, monkeypatch):
     assert gpu_arguments(tmp_path / "target", drafts)[1] == "1"  # 800 of 864 bytes
     save_checkpoint(tmp_path / "b", 400)
     assert gpu_arguments(tmp_path / "target", drafts)[1] == "2"
+
+
+def test_the_last_value_of_an_option_counts():
+    names = "--tensor-parallel-size", "-tp"
+    assert option(["--port", "8", "-tp", "2", "--tensor-parallel-size=4"], 1, *names) == 4
+    assert option(["--tensor-parallel", "2"], 1, *names) == 1
+    with pytest.raises(SystemExit, match="2"):
+        option(["-tp", "two"], 1, *names)
 
 
 # --- Where the Python that has vLLM is looked for
