@@ -62,7 +62,7 @@ from distill.traffic import (
     usable,
     write_rows,
 )
-from distill.trainer import usual_rate
+from distill.training_config import usual_rate
 from eval import run as evaluation
 from eval.decoding.drafters.formats import published_format
 from eval.decoding.target import weights_sha256
@@ -90,10 +90,10 @@ KEPT = """
     device_map answer_url answer_model answer_max_new_tokens answer_batch_size cache_top_k loss
     held_out_prompts early_stopping_patience teacher_temperature ttt_steps activation_checkpointing
     use_peft lora_r lora_alpha temperature top_k top_p max_new_tokens gamma max_gamma speed_prompts
-    tuning_prompts dtype per_device_train_batch_size gradient_accumulation_steps ddp_timeout seed
-    data_seed dataloader_num_workers learning_rate weight_decay max_grad_norm num_train_epochs
-    logging_steps save_steps save_total_limit save_strategy adam_epsilon adam_beta1 adam_beta2 optim
-    lr_scheduler_type use_cpu bf16 fp16 tf32 disable_tqdm logging_first_step report_to
+    tuning_prompts dtype tokens_per_step gradient_accumulation_steps ddp_timeout seed learning_rate
+    weight_decay max_grad_norm num_train_epochs logging_steps save_steps save_total_limit
+    save_strategy adam_epsilon adam_beta1 adam_beta2 optim lr_scheduler_type use_cpu bf16 fp16 tf32
+    disable_tqdm report_to
 """.split()
 
 

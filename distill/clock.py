@@ -17,7 +17,6 @@ from typing import Any
 
 import psutil
 from accelerate import PartialState
-from transformers import TrainerCallback
 
 from align.errors import UserError
 from align.files import write_json
@@ -88,7 +87,7 @@ class Clock:
             self.keep()
 
     def training_progress(self) -> float:
-        """The share of the training time that is over; above 1 after the end, 0 without minutes.
+        """The share of the training time that is over, at most 1; 0 without minutes.
 
         All processes must call it, and get the first process's share. The training time begins with
         the first call, and includes the time before an interruption.
@@ -106,35 +105,7 @@ class Clock:
                     f"{planned:.0f} seconds, because earlier stages took longer; raise minutes."
                 )
         allowed = max(1.0, end - self.training)
-        return float(from_first((self.seconds() - self.training) / allowed))
-
-
-class TrainingClock(TrainerCallback):
-    """Ends training by the clock. The learning rate follows `position`.
-
-    Before each step the first process reads its clock for all processes.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock, self.progress = clock, 0.0
-
-    def position(self, step: int, steps: int) -> float:
-        """The position in a schedule of `steps` steps: by steps or by time, whichever is later."""
-        return max(float(step), self.progress * steps)
-
-    def seconds(self) -> float:
-        """Seconds of training."""
-        return self.clock.seconds() - (self.clock.training or 0.0)
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.progress = min(1.0, self.clock.training_progress())
-
-    on_step_begin = on_train_begin
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.progress >= 1:
-            control.should_training_stop = True
-            control.should_save = args.save_strategy != "no"
+        return float(from_first(min(1.0, (self.seconds() - self.training) / allowed)))
 
 
 def answers_in_time(

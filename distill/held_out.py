@@ -10,34 +10,28 @@ from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from accelerate import PartialState
-from datasets import Dataset
 from tqdm import tqdm
-from transformers import EvalPrediction, TrainerCallback, TrainerState
-from trl import SFTConfig
 
 from align.files import write_json
 from align.machine import from_first
 from align.sources import read_json
-from distill.clock import TrainingClock
-from distill.teacher.store import CachedAnswer, name_of
-from distill.training_set import answer_rows
+from distill.checkpoint import best_measurement
+from distill.clock import Clock
+from distill.teacher.store import name_of
 from eval.measuring.intervals import share
 from eval.prompts import PromptSet
 from eval.reporting.fields import HeldOutCurve, HeldOutPoint
 
 FIRST_INDEX = 2**30  # index of the first held-out output: no two outputs of a run share one
-METRIC = "draft_acceptance_rate"  # its name in the trainer
 MEASUREMENTS = "held_out/measurements.json"  # in a run's folder
 MEASURED_AT = (0, 1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1)
 SHARE = 0.05  # most time of measurements over time of steps; the first and the last do not count
 FORWARD = 1 / 3  # time of a forward pass over time of a training step
-PADDING = -100  # transformers pads the gathered results of an evaluation with this value
 
 
 @dataclass
@@ -80,112 +74,86 @@ class Measurement:
         return f"{text} of all draft tokens, {self.acceptance_rate:.3f} of the first"
 
 
-class HeldOut(TrainerCallback):
-    """Decides when the draft is evaluated, computes the metrics, prints and stores the results.
+class HeldOut:
+    """Decides when the draft is measured, and prints and stores the measurements.
 
-    rows: the trainer's `eval_dataset`. Each measurement uses all rows, because few rows would make
-    the choice of the best weights and an early stop uncertain.
+    Each measurement uses all held-out outputs, because few would make the choice of the best
+    weights and an early stop uncertain.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        config: SFTConfig,
-        trained: Dataset,
-        answers: Iterable[CachedAnswer],
-        clock: TrainingClock | None = None,
-    ) -> None:
-        """folder: the run's. trained: the training rows. answers: the held-out outputs."""
-        self.folder = folder
-        self.batch = config.train_batch_size * config.gradient_accumulation_steps
-        self.batch *= config.world_size
-        self.trained_rows = len(trained)
-        self.rows, self.clock = answer_rows(answers, FIRST_INDEX), clock
-        self.prompts = [name_of(answer.prompt_ids) for answer in answers]
-        self.cost = FORWARD * len(self.rows) / self.batch  # of a measurement, in steps
+    def __init__(self, folder: Path, prompts: list[str], cost: float, clock: Clock) -> None:
+        """folder: the run's. prompts: their names. cost: of a measurement, in steps."""
+        self.folder, self.prompts, self.cost, self.clock = folder, prompts, cost, clock
         self.passed = 0  # of MEASURED_AT
         self.pauses: list[float] = []  # seconds of each measurement, and of saving better weights
-        self.pause: float | None = None  # the time at which one began
-        self.tokens = sum(trained["tokens"])
-        self.measurements: list[Measurement] = []
-        self.sums: list[list[Any]] = []  # the columns of the latest `Measurement`
+        self.measurements: dict[int, Measurement] = {}
 
-    def progress(self, state: TrainerState) -> float:
-        """The share of the training that is over, by steps or by time, whichever is larger."""
-        by_time = 0.0 if self.clock is None else self.clock.progress
-        return max(by_time, state.global_step / max(1, state.max_steps))
+    @property
+    def in_order(self) -> list[Measurement]:
+        return sorted(self.measurements.values(), key=lambda each: each.step)
 
-    def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        """The metrics of a measurement, from the results of `prediction_step`."""
-        gathered: Any = prediction.predictions
-        accepted, lacking, draft_accepted, draft_tokens = gathered  # each [B, T]
-        predicted = accepted != PADDING
-        columns = accepted, lacking, predicted, draft_accepted, draft_tokens
-        self.sums = [(column * predicted).sum(1).tolist() for column in columns]
-        latest = Measurement(0, 0, *self.sums)
-        return {"alpha": latest.acceptance_rate, METRIC: latest.draft_acceptance_rate}
+    @property
+    def best(self) -> Measurement | None:
+        return best_of(self.in_order)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.measurements = [
-            measurement
-            for measurement in from_first(read_measurements(self.folder))
-            if measurement.step <= state.global_step
-        ]
-        self.passed = bisect.bisect_right(MEASURED_AT, self.progress(state))
-        if state.best_global_step:  # the folder may have moved since
-            best = Path(args.output_dir) / f"checkpoint-{state.best_global_step}"
-            state.best_model_checkpoint = str(best)
+    def resume(self, step: int, progress: float) -> None:
+        """Continue after `step`. The best weights may be of a later step of a killed process."""
+        written = from_first(read_measurements(self.folder))
+        self.measurements = {each.step: each for each in written if each.step <= step}
+        if fields := from_first(best_measurement(self.folder)):
+            saved = Measurement(**fields)
+            self.measurements[saved.step] = saved
+        self.passed = bisect.bisect_right(MEASURED_AT, progress)
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        if self.clock is not None and self.pause is not None:
-            self.pauses.append(self.clock.seconds() - self.pause)
-            self.pause = None
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        progress = self.progress(state)
+    def due(self, step: int, progress: float) -> bool:
+        """Whether to measure after this step. progress: the share of the training that is over."""
         due = bisect.bisect_right(MEASURED_AT, progress) > self.passed
         # without the first measurement, but with this one
-        affordable = self.cost * len(self.measurements) <= SHARE * state.global_step
-        control.should_evaluate = progress >= 1 or (due and affordable and self.in_time())
-        if control.should_evaluate and self.clock is not None:
-            self.pause = self.clock.seconds()
+        earlier = sum(measured <= step for measured in self.measurements)
+        affordable = self.cost * earlier <= SHARE * step
+        return progress >= 1 or (due and affordable and self.in_time())
 
     def in_time(self) -> bool:
         """Whether another pause as the ones before keeps to SHARE. All processes must call it.
 
-        Saving a draft of 0.5B parameters with its optimiser's state took as long as 25 steps on an
-        H100. A run without `minutes` measures after the same steps on every machine.
+        A run without `minutes` measures after the same steps on every machine.
         """
-        if self.clock is None or not self.pauses:
+        if self.clock.minutes is None or not self.pauses:
             return True
         spent = sum(self.pauses)
         another = spent + spent / len(self.pauses)
-        return bool(from_first(another <= SHARE * (self.clock.seconds() - spent)))
+        seconds = self.clock.seconds() - (self.clock.training or 0.0)
+        return bool(from_first(another <= SHARE * (seconds - spent)))
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        seen = min(1.0, state.global_step * self.batch / self.trained_rows)
-        latest = Measurement(state.global_step, round(seen * self.tokens), *self.sums)
-        self.measurements.append(latest)
-        rate = latest.draft_acceptance_rate
-        better = state.best_metric is None or rate > state.best_metric
-        control.should_save = control.should_save or (better and state.global_step > 0)
-        self.passed = bisect.bisect_right(MEASURED_AT, self.progress(state))
+    def record(self, latest: Measurement, progress: float) -> bool:
+        """Whether the latest measurement is the best so far, so that the weights are to be saved.
+
+        A base draft needs no saving. progress: the share of the training that is over.
+        """
+        self.passed = bisect.bisect_right(MEASURED_AT, progress)
+        self.measurements[latest.step] = latest
+        best = self.best is latest
         if PartialState().is_main_process:
-            measurements = [asdict(each) for each in self.measurements]
+            measurements = [asdict(each) for each in self.in_order]
             written = {"prompts": self.prompts, "measurements": measurements}
             write_json(self.folder / MEASUREMENTS, written)
             line = f"step {latest.step}: {latest}"
             if latest.step == 0:
-                line += f" (training can add {1 - rate:.3f} at most)"
+                line += f" (training can add {1 - latest.draft_acceptance_rate:.3f} at most)"
             lacking = sum(latest.lacking) / sum(latest.positions)
             if lacking > 5e-4:
                 line += f" (up to {lacking:.3f} more: not all tokens are cached)"
-            best = best_of(self.measurements) is latest  # `better` ignores the base draft
             tqdm.write(line + (", the best so far" if best else ""), file=sys.stdout)
+        return best and latest.step > 0
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if best := best_of(self.measurements):
-            print(f"kept: the draft after step {best.step} of {state.global_step}, {best}")
+    def without_gain(self, step: int) -> int:
+        """The number of measurements since the best one until this step.
+
+        The base draft does not count, because the first steps may worsen it.
+        """
+        trained = [each for each in self.in_order if 0 < each.step <= step]
+        best = best_of(trained)
+        return 0 if best is None else len(trained) - 1 - trained.index(best)
 
 
 def read_measurements(folder: Path) -> list[Measurement]:

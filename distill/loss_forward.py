@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from distill.drafters.batch import TrainingBatch
 from distill.drafters.kind import DraftKind
-from distill.losses import CHUNK, Divergence, acceptance, head_logits, head_loss
+from distill.drafters.layers import compute_trained, plain_layers, whole
+from distill.losses import Divergence, acceptance, head_logits, head_loss, rows_at_once
 
 
 def give_loss_forward(model: PreTrainedModel, kind: DraftKind, divergence: Divergence) -> None:
@@ -33,11 +33,7 @@ def give_loss_forward(model: PreTrainedModel, kind: DraftKind, divergence: Diver
         batch = TrainingBatch(**{k: v for k, v in inputs.items() if k in TrainingBatch._fields})
         if batch.top_logprobs.dtype == torch.int32:  # see the trainer's `_prepare_inputs`
             batch = batch._replace(top_logprobs=batch.top_logprobs.view(torch.float32))
-        weight = head.weight
-        if isinstance(weight, DTensor):
-            # a head that peft trains in full is a separate unit of FSDP, and is sharded here; each
-            # process computes the gradient of its own part of the batch
-            weight = weight.full_tensor(grad_placements=[Partial("avg")] * weight.device_mesh.ndim)
+        weight = whole(head.weight)
         if temperature is not None:
             return _acceptance(kind, model, weight, batch, temperature)
         states, learned, factors = kind.head_input(model, batch)
@@ -45,11 +41,13 @@ def give_loss_forward(model: PreTrainedModel, kind: DraftKind, divergence: Diver
         return ModelOutput(loss=head_loss(states, weight, *cached, divergence, factors))
 
     model.forward = forward
+    compute_trained(model)
 
 
 def take_loss_forward(model: PreTrainedModel) -> None:
-    """Restore the `forward` of the model's class, which returns logits."""
-    vars(model).pop("forward", None)
+    """Restore the `forward` of the classes of the model, which returns logits, and its layers."""
+    for module in (model, *plain_layers(model)):
+        vars(module).pop("forward", None)
 
 
 def _acceptance(
@@ -67,7 +65,8 @@ def _acceptance(
 
     def rates(states: Tensor, learned: Tensor) -> tuple[Tensor, Tensor]:
         cached = batch.top_ids[learned], batch.top_logprobs[learned]
-        parts = zip(*(part.split(CHUNK) for part in (states, *cached)), strict=True)
+        count = rows_at_once(len(weight))
+        parts = zip(*(part.split(count) for part in (states, *cached)), strict=True)
         each = [
             acceptance(head_logits(rows, weight), ids, logprobs, temperature)
             for rows, ids, logprobs in parts

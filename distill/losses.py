@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 1024  # response positions whose logits exist at once
+CHUNK = 2**28  # bytes of logits, in fp32, that exist at once
 ROWS = 64  # the rows of a product are padded to a multiple of this number (`rounded`)
 P_FLOOR = 1e-6  # below this, fp16 storage cannot distinguish the rest's mass from 0
 
@@ -65,13 +65,23 @@ LOSSES: dict[str, Divergence] = {
 }
 
 
+def rows_at_once(entries: int) -> int:
+    """The number of positions whose logits over this number of entries exist at once."""
+    return max(ROWS, CHUNK // (4 * entries) // ROWS * ROWS)
+
+
 def coarse_loss(
-    logits: Tensor, cached_ids: Tensor, cached_logprobs: Tensor, divergence: Divergence
+    logits: Tensor,
+    cached_ids: Tensor,
+    cached_logprobs: Tensor,
+    divergence: Divergence,
+    factors: Tensor | float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """The loss of each position [N], p and q both merged into C + 1 buckets.
 
     logits: the draft's [N, K]. cached_ids: the target's most likely tokens as entries of the
     draft's head [N, C], -1 where it has none. cached_logprobs: their log p [N, C], natural log.
+    factors: of each loss [N], or of all.
 
     p is first restricted to tokens in the draft's head: the mass of cached tokens without an entry
     is dropped and the remainder renormalised. The bucket of the rest is what keeps the loss from
@@ -80,21 +90,17 @@ def coarse_loss(
     vocabulary, and tight when the cached tokens hold nearly all mass: alpha over the vocabulary is
     below the alpha of the buckets by min(p_rest, q_rest) at most.
 
-    Returns the values, and the gradient of each in its logits [N, K], in closed form: with
-    g = q dL/dq of a bucket and G their sum, g - q G on a cached token, q (g_rest / q_rest - G) on
-    any other. If no cached token of a position has an entry, only the rest remains: then loss and
-    gradient are 0.
+    Returns the values times their factors, and the gradient of each in its logits [N, K], in closed
+    form: with g = q dL/dq of a bucket and G their sum, g - q G on a cached token,
+    q (g_rest / q_rest - G) on any other. If no cached token of a position has an entry, only the
+    rest remains: then loss and gradient are 0.
     """
-    top = logits.amax(-1, keepdim=True)
-    shifted = logits.to(torch.float32, copy=True)  # converted first: mixed dtypes subtract slowly
-    shifted -= top.float()
     has_entry = cached_ids >= 0
     ids = cached_ids.clamp_min(0)
-    log_q = shifted.gather(1, ids)
-    q = shifted.exp_()
-    normaliser = q.sum(-1, keepdim=True)
-    log_q -= normaliser.log()
-    q /= normaliser
+    # two passes over [N, K]; the gradient takes one more
+    log_q_all = logits.log_softmax(-1, dtype=torch.float32)
+    log_q = log_q_all.gather(1, ids)
+    q = log_q_all.exp_()
 
     p = cached_logprobs.float().exp()
     p_rest = (1 - p.sum(-1)).clamp_min(0)
@@ -109,8 +115,9 @@ def coarse_loss(
     buckets = torch.cat([q_cached, q_rest], dim=1)
     logs = torch.cat([log_q.masked_fill(~has_entry, 0), q_rest.log()], dim=1)
     value, pull = divergence(p, buckets, logs)
-    value = value.masked_fill(~teaches, 0)
-    pull = pull.masked_fill(~teaches[:, None], 0)
+    each = torch.as_tensor(factors, device=value.device)
+    value = value.masked_fill(~teaches, 0) * each
+    pull = pull.masked_fill(~teaches[:, None], 0) * each.unsqueeze(-1)
 
     on_rest = pull[:, -1:] / q_rest
     gradient = q.mul_(on_rest - pull.sum(-1, keepdim=True))
@@ -201,14 +208,14 @@ class _HeadLoss(torch.autograd.Function):
         total = torch.zeros((), device=hidden.device)
         with torch.autocast(device, enabled=False):
             head = weight.to(dtype)
-            for start in range(0, len(hidden), CHUNK):
-                chunk = slice(start, start + CHUNK)
+            rows = rows_at_once(len(weight))
+            for start in range(0, len(hidden), rows):
+                chunk = slice(start, start + rows)
                 ids, states = cached_ids[chunk], hidden[chunk].to(dtype)
-                loss, gradient = coarse_loss(
-                    head_logits(states, head), ids, cached_logprobs[chunk], divergence
-                )
-                total += loss @ factors[chunk]
-                gradient *= factors[chunk, None]
+                cached = ids, cached_logprobs[chunk]
+                logits = head_logits(states, head)
+                loss, gradient = coarse_loss(logits, *cached, divergence, factors[chunk])
+                total += loss.sum()
                 states, gradient = rounded(states), rounded(gradient.to(dtype))
                 if hidden_gradient is not None:
                     hidden_gradient[chunk] = (gradient @ head)[: len(ids)]

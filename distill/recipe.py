@@ -99,6 +99,7 @@ class Recipe:
     held_out_prompts: AtLeastNone = _key("held out to choose the best weights; at most 1 in 20", 32)
     early_stopping_patience: Count | None = _key("end after N measurements without a new best", 5)
     teacher_temperature: UpToOne = _key("below 1 sharpens the target: p ** (1 / value)", 1.0)
+    tokens_per_step: Count | None = _key("tokens of a step's texts; null: 2048, GPU: 8192", None)
     ttt_steps: Count = _key("steps of an EAGLE-3 draft that are trained together", 3)
     activation_checkpointing: bool = _key("recompute activations: slower, far less memory", False)
     use_peft: bool = _key("LoRA on all linear layers but the head; false: full fine-tuning", False)
@@ -149,6 +150,12 @@ class Recipe:
         return {name: getattr(self, name) for name in OWN} | self.training
 
     @property
+    def step_tokens(self) -> int:
+        """The tokens of a training step, of prompts and outputs."""
+        on_gpu = torch.cuda.is_available() and not self.training.get("use_cpu", False)
+        return self.tokens_per_step or (8192 if on_gpu else 2048)
+
+    @property
     def seed(self) -> int:
         return int(self.training.get("seed", 42))
 
@@ -175,18 +182,17 @@ _REQUIRED = [key for key, f in OWN.items() if f.default is dataclasses.MISSING]
 
 # The fields of transformers.TrainingArguments that are keys, too. The run decides all others.
 _TRAINING: list[tuple[Any, str]] = [
-    (Count, "per_device_train_batch_size gradient_accumulation_steps ddp_timeout"),
+    (Count, "gradient_accumulation_steps ddp_timeout"),
     (Literal[-1] | AtLeastNone, "max_steps"),  # 0: the base draft is kept
     (Annotated[int, Field(ge=0, lt=2**32)], "seed"),  # numpy's limit
-    (AtLeastNone, "data_seed dataloader_num_workers"),
     (NotNegative, "learning_rate warmup_steps weight_decay max_grad_norm"),
     (Positive, "num_train_epochs logging_steps save_steps adam_epsilon"),
     (BelowOne, "adam_beta1 adam_beta2"),
     (Annotated[int, Field(ge=2)], "save_total_limit"),  # the latest may be cut short by a kill
-    (bool, "use_cpu bf16 fp16 tf32 disable_tqdm logging_first_step"),
+    (bool, "use_cpu bf16 fp16 tf32 disable_tqdm"),
     (Schedule, "lr_scheduler_type"),
     (Literal["steps", "epoch", "no", "best"], "save_strategy"),
-    (Text, "optim resume_from_checkpoint run_name project trackio_space_id"),
+    (Text, "optim resume_from_checkpoint run_name project"),
     (Text | list[str], "report_to"),
 ]
 TRAINING = {key: kind for kind, keys in _TRAINING for key in keys.split()}
@@ -354,6 +360,8 @@ def _types() -> dict[str, TypeAdapter[Any]]:
 def _type_of(key: str) -> TypeAdapter[Any]:
     if key not in _types():
         near = difflib.get_close_matches(key.replace("-", "_"), _types(), n=1)
+        if key in ("per_device_train_batch_size", "group_by_length"):  # as in transformers
+            near = ["tokens_per_step"]
         hint = f"Did you mean {near[0]!r}?" if near else "docs/recipes.md lists all keys."
         raise RecipeError(f"Unknown key {key!r}. {hint}")
     return _types()[key]

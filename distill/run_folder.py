@@ -16,12 +16,12 @@ from align.errors import UserError
 from align.files import atomic_file, remove, write_json
 from align.sources import read_json, resolve_checkpoint
 from align.vocab_map import VOCAB_MAP, save_map
+from distill.checkpoint import BEST, OPTIMIZER, last_checkpoint, launch_of, mark_complete
 from distill.models import Pair
 from distill.prompt_sets import Prompts, keep_prompts
 from distill.recipe import Recipe, RecipeError, chosen_loss, dump, read_yaml
 from distill.teacher.answers import USED, AnsweringTarget
 from distill.teacher.store import names_of
-from distill.trainer import last_checkpoint, launch_of, mark_complete
 from eval.decoding.target import weights_sha256
 from eval.measuring.environment import made_by
 from eval.prompts import prompts_sha256
@@ -31,8 +31,8 @@ FREE_KEYS = set(
     "dry_run coverage_curve resume_from_checkpoint output_dir logging_steps save_steps report_to "
     "answer_url target_hub_id device_map".split()
 )
-# Keys that may change until the draft exists; a checkpoint has the number of sequences of a step.
-BATCH_KEYS = {"per_device_train_batch_size", "gradient_accumulation_steps"}
+# Keys that may change until the draft exists; a checkpoint has the number of tokens of a step.
+BATCH_KEYS = {"tokens_per_step", "gradient_accumulation_steps"}
 MODELS = "models.json"  # in a run's folder: hashes of what its recipe names
 
 
@@ -130,10 +130,6 @@ def provenance(recipe: Recipe, prompts: Prompts) -> dict[str, Any]:
     }
 
 
-# Files of a checkpoint that only further training needs.
-_SPENT = ["optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "training_args.bin"]
-
-
 def delete_training_state(folder: Path) -> None:
     """Delete the files of a finished run that only further training needs.
 
@@ -144,8 +140,7 @@ def delete_training_state(folder: Path) -> None:
         if checkpoint != last:
             remove(checkpoint)
     if last is not None:
-        spent = [path for pattern in _SPENT for path in last.glob(pattern)]
-        mark_complete(last, str(launch_of(last)), spent)
-        for path in spent:
-            remove(path)
+        mark_complete(last, str(launch_of(last)), last / OPTIMIZER)
+        remove(last / OPTIMIZER)
+    remove(folder / BEST)
     remove(folder / "prepared" / "full_head.safetensors")

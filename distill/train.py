@@ -45,7 +45,8 @@ from distill.teacher.served_states import state_reader
 from distill.teacher.started_vllm import answering_target
 from distill.teacher.states import StateReader, cache_states
 from distill.teacher.store import Answers
-from distill.trainer import WAIT, distil_draft, training_config
+from distill.trainer import distil_draft
+from distill.training_config import WAIT, training_config
 from eval.measuring.journal import INTERRUPTED
 from eval.reporting.text import print_summary
 

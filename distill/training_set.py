@@ -1,88 +1,186 @@
-"""The outputs that a draft is trained on, as batches.
+"""The outputs that a draft is trained on: the steps of an epoch, and their batches.
 
-A batch reads its outputs from the cache when it is made, so that only one batch is in memory.
+A step has about `tokens_per_step` tokens. The steps depend on the seed and the epoch alone. Each
+step is divided into parts, one for each pass of each process, and a part is one batch.
 
-Legend: B outputs, T tokens of the longest, P prompt tokens, R response tokens, N response tokens of
-all outputs of a batch, C cached tokens at each, V the target's vocabulary, L layers, H hidden size.
+Legend: B rows, T tokens of a row, L layers of the target, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from datasets import Dataset
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from distill.drafters.batch import WIDTH
-from distill.teacher.states import States
-from distill.teacher.store import CachedAnswer
+from distill.drafters.batch import WIDTH, Plan, TrainingBatch
+from distill.losses import sharpen
+from distill.teacher.store import Answers, Store, name_of
+
+LOOKED_AT = 32  # texts of which one may fill a step, so that the order stays nearly random
+SEEDS_A_STEP = 2**31 - 1  # more than there are outputs, so that no two steps share a seed
 
 
-def answer_rows(answers: Iterable[CachedAnswer], first: int = 0) -> Dataset:
-    """One row per output: index, number of tokens, and number of response tokens.
+class Part(NamedTuple):
+    """A part of the training step with the number `step`, in this epoch.
 
-    first: the index of the first output.
+    texts: indices of outputs. after: the epoch of the next step, and its number there. outputs,
+    tokens: the outputs and the number of response tokens of the whole step. weight: 0 for a part
+    that repeats another's text, because the step has too few; else 1.
     """
-    sizes = [(len(a.prompt_ids), len(a.response_ids)) for a in answers]
-    return Dataset.from_dict(
-        {
-            "index": list(range(first, first + len(sizes))),
-            "length": [prompt + response for prompt, response in sizes],
-            "tokens": [response for _, response in sizes],
-        }
-    )
+
+    texts: list[int]
+    step: int
+    epoch: int
+    after: tuple[int, int]
+    outputs: list[int]
+    tokens: int
+    weight: float
 
 
-def _padded(rows: list[Tensor], value: int = 0) -> Tensor:
-    """Rows [T', …] in one tensor [B, T, …], padded by `value`; T is a multiple of WIDTH."""
-    whole = pad_sequence(rows, True, value)
-    return F.pad(whole, (0, 0) * (whole.dim() - 2) + (0, -whole.shape[1] % WIDTH), value=value)
+def packed_steps(sizes: Sequence[int], tokens: int, order: Sequence[int]) -> list[list[int]]:
+    """The texts of each step, up to `tokens` each; a longer text is a step of its own.
+
+    sizes: tokens of each text. order: indices of texts. A step takes the next text that fits.
+    """
+    waiting, steps = list(reversed(order)), list[list[int]]()
+    while waiting:
+        step, place = [waiting.pop()], 1
+        room = tokens - sizes[step[0]]
+        while place <= min(LOOKED_AT, len(waiting)):
+            if sizes[waiting[-place]] <= room:
+                step.append(waiting.pop(-place))
+                room -= sizes[step[-1]]
+            else:
+                place += 1
+        steps.append(step)
+    return steps
+
+
+def divided(texts: Sequence[int], sizes: Sequence[int], parts: int) -> list[list[int]]:
+    """The texts in parts of nearly equal tokens: the longest text first, to the smallest part."""
+    shares, totals = [list[int]() for _ in range(parts)], [0] * parts
+    for text in sorted(texts, key=lambda text: -sizes[text]):
+        smallest = totals.index(min(totals))
+        shares[smallest].append(text)
+        totals[smallest] += sizes[text]
+    return shares
 
 
 @dataclass
-class DistillationCollator:
-    """Right-padded batches; each response token with the target's distribution there.
+class TrainingSet:
+    """Outputs of the cache, as parts and batches of one process.
 
-    There is no attention mask, because attention is causal and the padding follows the text. It is
-    token 0, because a tokenizer's padding token may have no entry in the embedding.
-    read: the output of an index. head_entries: for each target id its entry in the draft's head
-    [V], or -1; None if entries and ids are equal. states: for a draft that reads them.
+    head_entries: for each target id its entry in the draft's head [V], or -1; None if entries and
+    ids are equal. states: the target's states, for a draft that reads them. plan: makes a batch's
+    plan. packed: whether a row may have several texts. passes: parts of a step in each process.
+    temperature: see `sharpen`. first: the index of the first output, from which its seeds come.
     """
 
-    read: Callable[[int], CachedAnswer]
-    head_entries: Tensor | None = None
-    states: States | None = None
+    answers: Answers
+    head_entries: Tensor | None
+    states: Store | None
+    plan: Callable[[TrainingBatch], Plan | None]
+    packed: bool
+    tokens_per_step: int
+    seed: int
+    passes: int = 1
+    processes: int = 1
+    rank: int = 0
+    temperature: float = 1.0
+    first: int = 0
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """rows: of `answer_rows`. Returns `input_ids` [B, T], `labels` [B, longest R + 1, padded],
-        `positions` [N], `top_ids`, `top_logprobs` [N, C], `index` [B], `states` [B, T, L, H].
+    def __post_init__(self) -> None:
+        self.sizes = [self.answers.tokens(number) for number in range(len(self.answers))]
+        self.responses = self.answers.response_lengths
+
+    def steps(self, epoch: int) -> list[list[int]]:
+        """The texts of each step of an epoch."""
+        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * epoch)
+        order = torch.randperm(len(self.sizes), generator=generator).tolist()
+        return packed_steps(self.sizes, self.tokens_per_step, order)
+
+    def parts(self, step: int = 0, epoch: int = 0, number: int = 0) -> Iterator[Part]:
+        """This process's parts, without end, from the step of this number in the epoch."""
+        parts = self.processes * self.passes
+        while True:
+            steps = self.steps(epoch)
+            for texts in steps[number:]:
+                number += 1
+                after = (epoch, number) if number < len(steps) else (epoch + 1, 0)
+                tokens = sum(self.responses[text] for text in texts)
+                shares = divided(texts, self.sizes, parts)[self.rank * self.passes :]
+                for share in shares[: self.passes]:
+                    weight = float(len(share) > 0)
+                    yield Part(share or texts[-1:], step, epoch, after, texts, tokens, weight)
+                step += 1
+            epoch, number = epoch + 1, 0
+
+    def batch(self, part: Part, buffer: list[Tensor], pinned: bool = False) -> TrainingBatch:
+        """The batch of a part, on the CPU. Its padding is token 0, because a tokenizer's padding
+        token may have no entry in the embedding.
+
+        buffer: keeps the memory of `states` for later batches. pinned: for a copy to a GPU.
         """
-        answers = [self.read(row["index"]) for row in rows]
-        input_ids = _padded([answer.text for answer in answers])
-        # the logits at a position predict the next token
-        predicting = [
-            len(answer.prompt_ids) - 1 + torch.arange(len(answer.response_ids))
-            for answer in answers
-        ]
-        # the trainer only counts them; it skips the first of each row
-        labels = [F.pad(torch.ones_like(p), (1, 0), value=-100) for p in predicting]
-        width = input_ids.shape[1]
+        answers = [self.answers[text] for text in part.texts]
+        sizes = [len(answer.text) for answer in answers]
+        if self.packed:
+            share = -(-self.tokens_per_step // (self.processes * self.passes))
+            rows, width = 1, max(share, sum(sizes))
+        else:
+            rows, width = len(sizes), max(sizes)
+        width += -width % WIDTH
+        starts = [0, *accumulate(sizes[:-1])] if self.packed else [*range(0, rows * width, width)]
+        input_ids, position_ids = torch.zeros(2, rows * width, dtype=torch.long)
+        texts = torch.full_like(input_ids, -1)
+        positions = []
+        for text, (answer, start) in enumerate(zip(answers, starts, strict=True)):
+            place = slice(start, start + sizes[text])
+            input_ids[place], texts[place] = answer.text, text
+            position_ids[place] = torch.arange(sizes[text])
+            # the logits at a position predict the next token
+            positions.append(torch.arange(start + len(answer.prompt_ids), place.stop) - 1)
         top_ids = torch.cat([answer.top_ids for answer in answers])
-        batch = {
-            "input_ids": input_ids,
-            "labels": _padded(labels, -100),
-            "positions": torch.cat([b * width + p for b, p in enumerate(predicting)]),
-            "top_ids": top_ids if self.head_entries is None else self.head_entries[top_ids],
-            "top_logprobs": torch.cat([answer.top_logprobs for answer in answers]).float(),
-            "index": torch.tensor([row["index"] for row in rows]),
-        }
+        logprobs = torch.cat([answer.top_logprobs for answer in answers]).float()
+        if self.temperature != 1:
+            logprobs = sharpen(logprobs, self.temperature)
+        states = None
         if self.states is not None:
-            states = [self.states(answer) for answer in answers]
-            # the state of the last token is not read: zeros
-            batch["states"] = _padded([F.pad(s, (0, 0, 0, 0, 0, 1)) for s in states])
-        return batch
+            names = [name_of(answer.text) for answer in answers]
+            states = self._states(self.states, names, starts, rows * width, buffer, pinned)
+        batch = TrainingBatch(
+            input_ids.view(rows, width),
+            texts.view(rows, width),
+            position_ids.view(rows, width),
+            torch.cat(positions),
+            top_ids if self.head_entries is None else self.head_entries[top_ids],
+            logprobs.view(torch.int32),  # because FSDP rounds every float if the weights are bf16
+            None if states is None else states.unflatten(0, (rows, width)),
+            torch.tensor(part.texts) + self.first + SEEDS_A_STEP * part.step,
+            packed=self.packed,
+        )
+        return batch._replace(plan=self.plan(batch))
+
+    @staticmethod
+    def _states(
+        store: Store,
+        names: list[str],
+        starts: list[int],
+        tokens: int,
+        buffer: list[Tensor],
+        pinned: bool,
+    ) -> Tensor:
+        """The states of the texts that start there, read into the buffer; else 0 [B * T, L, H]."""
+        shape = store.shape(names[0], "states")[1:]
+        if not buffer or len(buffer[0]) < tokens:
+            buffer[:] = [torch.empty(tokens, *shape, dtype=torch.bfloat16, pin_memory=pinned)]
+        flat, end = buffer[0][:tokens], 0
+        for name, start in zip(names, starts, strict=True):
+            flat[end:start].zero_()
+            end = start + store.length(name, "states")
+            store.read_into(name, "states", flat[start:end])
+        flat[end:].zero_()
+        return flat

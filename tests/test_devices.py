@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import dispatch_model
+from accelerate.utils import send_to_device
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,6 +47,7 @@ from eval.measuring.agreement import entropy_bits, teacher_forced_logits
 from eval.measuring.environment import environment
 from eval.measuring.timing import fastest_length, step_costs
 from eval.prompts import Prompt, PromptSet
+from tests.distill.drafters.batches import batch_of, planned
 
 GPU, OTHER_GPU = "gpu:0", "gpu:1"
 PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
@@ -338,23 +340,26 @@ def drafting(kind):
         every_way(whole, drafter)
 
 
+def batches(kind):
+    """A batch to train on, and one to measure on: they are made and planned on the CPU."""
+    read = len(kind.target_layers(SHAPE.to_dict()))
+    states = [torch.zeros(8, read, H)] * 2 if read else None
+    batch = batch_of([[0] * 9] * 2, (2, 3), states, top=15)
+    model = SimpleNamespace(blocks=[None] * 3, ttt_steps=3)
+    return [planned(batch, kind, model, training) for training in (True, False)]
+
+
+BATCHES = {each.KIND: batches(each.KIND) for each in (pruned, eagle3, medusa)}
+
+
 def training(kind):
     model = placed(started(kind, target(), False).model, dtype=torch.float32).train()
     give_loss_forward(model, kind, forward_kl)
-    read = len(kind.target_layers(SHAPE.to_dict()))
-    batch = {
-        "input_ids": torch.zeros((2, 15), dtype=torch.long, device=GPU),
-        "positions": torch.zeros(18, dtype=torch.long, device=GPU),
-        "top_ids": torch.zeros((18, 15), dtype=torch.long, device=GPU),
-        "top_logprobs": torch.zeros((18, 15), device=GPU),
-        "states": torch.zeros((2, 15, read, H), device=GPU) if read else None,
-        "seeds": torch.zeros(2, dtype=torch.long),
-    }
-    drawn = "distill.drafters.medusa.drawn_depths"
-    with patch(drawn, lambda positions, *_: positions.clone()):
-        model(**batch).loss.backward()
+    for batch, keys in zip(BATCHES[kind], ({}, {"temperature": 0.0}), strict=True):
+        output = model(**send_to_device(batch._asdict(), GPU), **keys)
+        if not keys:
+            output.loss.backward()
     assert model.get_output_embeddings().weight.grad.device.type == "gpu"
-    model(**batch, temperature=0.0)
 
 
 WITHOUT_A_KIND = (answering, rows_of_a_trimmed_head, exporting, decoding, measuring, looking_up)

@@ -1,57 +1,77 @@
-"""A training batch, the number of draft tokens that each position trains, and slots for them.
+"""A training batch, and the plan of what a draft reads and learns from it.
 
-Legend: B rows, T positions, N response positions of a batch, C cached tokens at each, L layers
-read, H hidden size, M draft tokens that a batch trains, S slots of all rows, Q slots of a row.
+Both are made on the host before the batch reaches the device (distill/training_set.py), so that a
+step never waits for the device to count anything.
+
+Legend: B rows, T tokens of a row, N response positions of a batch, C cached tokens at each, L
+layers read, H hidden size, Q slots of a row, M draft tokens that a batch trains.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-WIDTH = 16  # divides T: a step of a new T leaves 5 MB in oneDNN (losses.rounded: per product)
+WIDTH = 64  # divides T and Q: a step of a new shape leaves memory in oneDNN (losses.rounded)
+
+
+class Plan(NamedTuple):
+    """What a draft reads beside the texts, and what it learns.
+
+    anchors: for each slot the number (0 to N - 1) of the response position that it belongs to, or
+    -1 without a slot [B, Q]. depths: tokens from the anchor to the slot [B, Q]. taken: which of the
+    draft's flattened outputs are trained [M]. learned: the number of the position whose
+    distribution each of them learns [M]. counts: how many of them each step of a draft has.
+    """
+
+    anchors: Tensor
+    depths: Tensor
+    taken: Tensor
+    learned: Tensor
+    counts: tuple[int, ...]
 
 
 class TrainingBatch(NamedTuple):
-    """B rows padded to T tokens, N response positions in all.
+    """Texts in B rows of T tokens, one after another. N response positions in all.
 
-    input_ids: [B, T], padded at the end. positions: where the next token is predicted, in the
-    flattened batch [N]. top_ids, top_logprobs: the target's most likely tokens there, as entries of
-    the draft's head or -1 [N, C]. states: the target's hidden states [B, T, L, H], zeros after a
-    text. seeds: a random seed for each row [B].
+    input_ids: [B, T], 0 in the padding. texts: the number of each token's text in the batch, -1 in
+    the padding [B, T]. position_ids: the number of each token in its text [B, T]. positions: where
+    the next token is predicted, in the flattened batch, ascending [N]. top_ids, top_logprobs: the
+    target's most likely tokens there, as entries of the draft's head or -1 [N, C]. states: the
+    target's hidden states [B, T, L, H], zeros after a text. seeds: a random seed for each text.
+    plan: what `DraftKind.plan` makes of the batch. packed: False if each row has one text.
     """
 
     input_ids: Tensor
+    texts: Tensor
+    position_ids: Tensor
     positions: Tensor
     top_ids: Tensor
     top_logprobs: Tensor
     states: Any = None
     seeds: Any = None
+    plan: Any = None
+    packed: bool = True
 
     @property
-    def width(self) -> int:
-        """T."""
-        return self.input_ids.shape[1]
-
-    @property
-    def position_numbers(self) -> Tensor:
-        """The numbers 0 to N - 1 of the response positions [N]."""
-        return torch.arange(len(self.positions), device=self.positions.device)
+    def numbers(self) -> Tensor:
+        """The number of each response position in its text [N]."""
+        return self.position_ids.flatten()[self.positions]
 
 
 class HeadInput(NamedTuple):
     """Inputs of the draft's LM head for all M draft tokens that a batch trains.
 
-    states: [M, H]. For a model that is not in training mode, the first N are for the first token of
-    a draft at each position. learned: the number of the position (0 to N - 1) whose distribution
-    each token learns [M]. weight: the factor on each of the M losses [M], or on all. All states are
-    one input of one head, because each product with a head keeps a gradient as large as the head
-    until the backward pass.
+    states: [M, H]. If the plan is not made for training, the first N are for the first token of a
+    draft at each position. learned: see Plan [M]. weight: the factor on each of the M losses [M],
+    or on all. All states are one input of one head, because each product with a head keeps a
+    gradient as large as the head until the backward pass.
     """
 
     states: Tensor
@@ -59,13 +79,14 @@ class HeadInput(NamedTuple):
     weight: Tensor | float = 1.0
 
 
-def drawn_depths(positions: Tensor, width: int, seeds: Tensor, most: int, deeper: float) -> Tensor:
+def drawn_depths(batch: TrainingBatch, most: int, deeper: float, again: bool = False) -> Tensor:
     """The number of draft tokens that each response position trains [N].
 
-    The number is d or more with probability deeper ** (d - 1), and at most `most`.
-    positions: in the flattened batch of rows of `width`. seeds: a random seed for each row.
+    The number is d or more with probability deeper ** (d - 1), and at most `most`. It depends on
+    the seed of the text alone. again: draw other random numbers.
     """
-    counts = (positions // width).bincount(minlength=len(seeds)).tolist()
+    counts = batch.texts.flatten()[batch.positions].bincount(minlength=len(batch.seeds)).tolist()
+    seeds = ~batch.seeds if again else batch.seeds  # a generator reads the lowest 32 bits alone
     uniform = torch.cat(
         [
             torch.rand(count, generator=torch.Generator().manual_seed(seed))
@@ -73,7 +94,7 @@ def drawn_depths(positions: Tensor, width: int, seeds: Tensor, most: int, deeper
         ]
     )
     drawn = 1 + uniform.clamp_min(1e-9).log() / math.log(deeper)
-    return drawn.long().clamp(max=most).to(positions.device)
+    return drawn.long().clamp(max=most)
 
 
 def mean_depth(most: int, deeper: float) -> float:
@@ -84,13 +105,69 @@ def mean_depth(most: int, deeper: float) -> float:
     return float(sum(deeper**depth for depth in range(most)))
 
 
-def followed(positions: Tensor, chosen: Tensor, later: int) -> Tensor:
-    """The numbers of the chosen response positions whose text has another one `later` tokens on.
+def followed(positions: Tensor, later: int) -> Tensor:
+    """Whether each response position has another one of the same text `later` tokens on [N]."""
+    text_goes_on = torch.zeros_like(positions, dtype=torch.bool)
+    ends = max(0, len(positions) - later)
+    text_goes_on[:ends] = positions[later:] == positions[:ends] + later
+    return text_goes_on
 
-    positions: as in TrainingBatch. chosen: whether a position is chosen [N].
+
+def slots(batch: TrainingBatch, anchors: Tensor, depths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots by row: their anchors and depths [B, Q], and the index of each in the flat table [S].
+
+    anchors, depths: of S slots. Within a row they keep their order.
     """
-    numbers = chosen[: max(0, len(chosen) - later)].nonzero()[:, 0]
-    return numbers[positions[numbers + later] == positions[numbers] + later]
+    rows, width = batch.input_ids.shape
+    row_of = batch.positions[anchors] // width
+    members = [(row_of == row).nonzero()[:, 0] for row in range(rows)]
+    most = max(1, *map(len, members))
+    tables = [
+        pad_sequence([values[member] for member in members], True, filler)
+        for values, filler in ((anchors, -1), (depths, 0))
+    ]
+    padding = (0, -most % WIDTH + most - tables[0].shape[1])
+    of_anchors, of_depths = (
+        torch.nn.functional.pad(table, padding, value=filler)
+        for table, filler in zip(tables, (-1, 0), strict=True)
+    )
+    places = torch.empty_like(anchors)
+    for row, member in enumerate(members):
+        places[member] = row * of_anchors.shape[1] + torch.arange(len(member))
+    return of_anchors, of_depths, places
+
+
+def unrolled_plan(
+    batch: TrainingBatch, places: Tensor, size: int, steps: int, by_draft: bool, **slots: Tensor
+) -> Plan:
+    """The plan of a draft that reads its own states in several steps.
+
+    Step g + 1 of a draft learns the g-th position after the one where it begins. places: the place
+    of each response position in the outputs of a step [N]. size: the number of these outputs.
+    by_draft: whether the outputs of a draft have the place of its first position at each step, or
+    that of the position that they learn.
+    """
+    none = torch.zeros(0, dtype=torch.long)
+    taken, learned = [], []
+    for step in range(steps):
+        numbers = followed(batch.positions, step).nonzero()[:, 0]
+        taken.append(step * size + places[numbers if by_draft else numbers + step])
+        learned.append(numbers + step)
+    tables = {"anchors": none, "depths": none} | slots
+    counts = tuple(map(len, taken))
+    return Plan(taken=torch.cat(taken), learned=torch.cat(learned), counts=counts, **tables)
+
+
+def unrolled_input(outputs: Sequence[Tensor], plan: Plan, share: float) -> HeadInput:
+    """The HeadInput of a draft that reads its own states.
+
+    outputs: of each step, [B, …, H]. The loss of a step has `share` times the weight of the step
+    before; the weights of the steps sum to 1.
+    """
+    size, total = outputs[0][..., 0].numel(), mean_depth(len(outputs), share)
+    states = torch.stack(list(outputs)).flatten(0, -2)[plan.taken]
+    weights = share ** (plan.taken // size).to(states.dtype) / total
+    return HeadInput(states, plan.learned, weights)
 
 
 def recomputed(layer: Any, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
@@ -100,61 +177,3 @@ def recomputed(layer: Any, function: Callable[..., Tensor], *inputs: Any) -> Ten
     if layer.gradient_checkpointing and layer.training:
         return checkpoint(function, *inputs, use_reentrant=False)
     return function(*inputs)
-
-
-def additive(visible: Tensor, like: Tensor) -> Tensor:
-    """The mask `visible` as scores to add, in the dtype in which attention computes on `like`.
-
-    Attention makes such a mask of a boolean one, and keeps it for each layer.
-    """
-    device = like.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else like.dtype
-    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
-
-
-def unrolled_input(batch: TrainingBatch, steps: Iterable[Tensor], share: float) -> HeadInput:
-    """The HeadInput of a draft that reads its own states in several steps.
-
-    steps: for each step of a draft, the LM head's inputs at each token [B, T, H]. The loss of a
-    step has `share` times the weight of the step before; the weights of the steps sum to 1.
-    """
-    positions = batch.positions
-    states, learned, weights = [], [], []
-    for step, y in enumerate(steps):
-        numbers = step + followed(positions, positions >= 0, step)
-        states.append(y.flatten(0, 1)[positions[numbers]])
-        learned.append(numbers)
-        weights.append(torch.full(numbers.shape, share**step, device=y.device))
-    total = mean_depth(len(weights), share)
-    return HeadInput(torch.cat(states), torch.cat(learned), torch.cat(weights) / total)
-
-
-class Slots(NamedTuple):
-    """What a draft reads beside the texts: slots that belong to anchors, sorted by row, [S] each.
-
-    rows: the row of the batch. slots: the number of slots before it in the row. anchors: the number
-    of its anchor among the N positions. depths: tokens from the anchor to the slot. shape: B and Q;
-    WIDTH divides Q.
-    """
-
-    rows: Tensor
-    slots: Tensor
-    anchors: Tensor
-    depths: Tensor
-    shape: tuple[int, int]
-
-    @classmethod
-    def of(cls, batch: TrainingBatch, anchors: Tensor, depths: Tensor) -> Slots:
-        """Slots with these anchors and depths [S]; within a row they keep their order."""
-        rows, order = (batch.positions[anchors] // batch.width).sort(stable=True)
-        counts = rows.bincount(minlength=len(batch.input_ids))
-        slots = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
-        most = max(1, int(counts.max()))
-        shape = len(counts), -(-most // WIDTH) * WIDTH
-        return cls(rows, slots, anchors[order], depths[order], shape)
-
-    def placed(self, values: Tensor, filler: int) -> Tensor:
-        """The slots' values [S] by row [B, Q], `filler` where there is no slot."""
-        table = torch.full(self.shape, filler, device=values.device)
-        table[self.rows, self.slots] = values
-        return table

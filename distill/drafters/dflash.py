@@ -20,24 +20,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
-from transformers.models.llama.modeling_llama import repeat_kv, rotate_half
 
 from align.sources import read_json
+from distill.drafters.attention import NO_TEXT, Attention, Marks, rotated
 from distill.drafters.batch import (
     HeadInput,
-    Slots,
+    Plan,
     TrainingBatch,
-    additive,
     drawn_depths,
+    followed,
     mean_depth,
     recomputed,
+    slots,
 )
 from distill.drafters.compact import target_id_maps, write_compact
 from distill.drafters.initialisation import scaled, shape_of, to_train, undivided, usual_sizes
 from distill.drafters.kind import Config, Draft, DraftKind, Origin
+from distill.drafters.layers import heads, normed
 from eval.decoding.drafters import dflash
 from eval.decoding.drafters.dflash import (
     ARCHITECTURE,
@@ -101,28 +102,30 @@ class DFlash(DraftKind):
         sizes = torch.tensor(read_json(folder / "compact.json")["sizes"])
         return Draft(_to_train(model, sizes, embedding), token_ids)
 
-    def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
-        """The losses are divided by the mean number of masks that a position gets.
+    def plan(self, model: Any, batch: TrainingBatch, training: bool) -> Plan:
+        most = model.config.block_size - 1
+        text_goes_on = torch.stack([followed(batch.positions, later) for later in range(most)])
+        masks = drawn_depths(batch, most, DEEPER)
+        if training:  # a depth of 2 is drawn with probability ANCHORS, from other random numbers
+            masks[drawn_depths(batch, 2, ANCHORS, again=True) < 2] = -1
+        offsets = torch.arange(most + 1)
+        anchors, depths = (offsets <= masks[:, None]).nonzero(as_tuple=True)
+        of_slots, of_depths, places = slots(batch, anchors, depths)
+        # the target has a distribution at a slot if the response is so long
+        trained = (depths > 0) & text_goes_on[(depths - 1).clamp_min(0), anchors]
+        first = (depths == 1).nonzero()[:, 0]
+        later = ((depths > 1) & trained).nonzero()[:, 0]
+        taken = torch.cat([first, later])
+        learned = (anchors + depths - 1)[taken]
+        return Plan(of_slots, of_depths, places[taken], learned, (len(first), len(later)))
 
-        All positions are anchors if the model is not in training mode (`HeadInput.states`).
-        """
+    def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
+        """The losses are divided by the mean number of masks that a position gets."""
         draft: Any = model
-        most, share = draft.config.block_size - 1, ANCHORS if draft.training else 1.0
-        slots = draw_blocks(batch, most, share)
-        states = read_blocks(draft, batch, slots)
-        learned = slots.anchors + slots.depths - 1
-        # the target has a distribution there if the response is so long
-        exists = learned < len(batch.positions)
-        end = batch.positions[learned.clamp(max=len(batch.positions) - 1)]
-        exists &= end == batch.positions[slots.anchors] + slots.depths - 1
-        first = (slots.depths == 1).nonzero()[:, 0]
-        later = ((slots.depths > 1) & exists).nonzero()[:, 0]
-        trained = torch.cat([first, later])
-        return HeadInput(
-            states[slots.rows[trained], slots.slots[trained]],
-            learned[trained],
-            1 / (share * mean_depth(most, DEEPER)),
-        )
+        share = ANCHORS if draft.training else 1.0
+        weight = 1 / (share * mean_depth(draft.config.block_size - 1, DEEPER))
+        states = read_blocks(draft, batch).flatten(0, 1)[batch.plan.taken]
+        return HeadInput(states, batch.plan.learned, weight)
 
 
 KIND = DFlash()
@@ -160,73 +163,49 @@ def _to_train(model: Any, sizes: Tensor, embedding: Tensor) -> Any:
     return model
 
 
-def draw_blocks(batch: TrainingBatch, most: int, share: float = 1.0) -> Slots:
-    """Draw a block of 1 to `most` masks behind this share of the response positions.
+def read_blocks(model: Any, batch: TrainingBatch) -> Tensor:
+    """The LM head's inputs at all slots of the plan [B, Q, H].
 
     The slots of a block are its anchor, at depth 0, and its masks.
     """
-    masks = drawn_depths(batch.positions, batch.width, batch.seeds, most, DEEPER)
-    if share < 1:  # a depth of 2 is drawn with probability `share`, from other random numbers
-        drawn = drawn_depths(batch.positions, batch.width, -1 - batch.seeds, 2, share)
-        masks[drawn < 2] = -1
-    offsets = torch.arange(most + 1, device=masks.device)
-    return Slots.of(batch, *(offsets <= masks[:, None]).nonzero(as_tuple=True))
-
-
-def read_blocks(model: Any, batch: TrainingBatch, slots: Slots) -> Tensor:
-    """The LM head's inputs at all slots [B, Q, H]."""
-    body, (rows, width) = model.model, batch.input_ids.shape
-    places = batch.positions[slots.anchors]
-    anchors, depths = slots.placed(slots.anchors, -1), slots.placed(slots.depths, 0)
-    before = slots.placed(places % width, 0)  # tokens before the anchor
-    mask = torch.full_like(places, model.config.dflash_config["mask_token_id"])
-    tokens = torch.where(slots.depths == 0, batch.input_ids.flatten()[places], mask)
-    numbers = torch.arange(width, device=before.device)
-    seen = numbers < before[..., None]
-    same = anchors[:, :, None] == anchors[:, None]
-    x = body.embed_tokens(slots.placed(tokens, 0))
-    visible = additive(torch.cat([seen, same], -1)[:, None], x)
-    context = body.hidden_norm(body.fc(scaled(model, batch.states)))
-    positions = torch.cat([numbers.expand(rows, -1), before + depths], 1)
-    rotary = body.rotary_emb(x, positions)
+    body, (anchors, depths, *_) = model.model, batch.plan
+    start = batch.positions[anchors.clamp_min(0)]  # [B, Q], in the flattened batch
+    before = batch.position_ids.flatten()[start]  # tokens before the anchor
+    texts = batch.texts.flatten()[start].masked_fill(anchors < 0, NO_TEXT)
+    blocks = Marks(texts, before - 1, anchors, depths)
+    context_marks = Marks.of_texts(batch.texts, batch.position_ids)
+    attention = Attention(blocks, context_marks.then(blocks.as_keys()), both_ways=True)
+    mask = model.config.dflash_config["mask_token_id"]
+    tokens = batch.input_ids.flatten()[start].masked_fill(depths > 0, mask)
+    x = body.embed_tokens(tokens)
+    context = normed(body.hidden_norm, body.fc(scaled(model, batch.states)))
+    rotary = body.rotary_emb(x, torch.cat([batch.position_ids, before + depths], 1))
     for layer in body.layers:
-        x = recomputed(layer, decoded, layer, x, context, rotary, visible)
-    states: Tensor = body.norm(x)
-    return states
+        x = recomputed(layer, decoded, layer, x, context, rotary, attention)
+    return normed(body.norm, x)
 
 
 def decoded(
-    layer: Any, x: Tensor, context: Tensor, rotary: tuple[Tensor, Tensor], visible: Tensor
+    layer: Any, x: Tensor, context: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention
 ) -> Tensor:
     """The layer's output of the slots; arguments as of `attended`."""
-    x = x + attended(layer, x, context, rotary, visible)
-    output: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
+    x = x + attended(layer, x, context, rotary, attention)
+    output: Tensor = x + layer.mlp(normed(layer.post_attention_layernorm, x))
     return output
 
 
 def attended(
-    layer: Any, x: Tensor, context: Tensor, rotary: tuple[Tensor, Tensor], visible: Tensor
+    layer: Any, x: Tensor, context: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention
 ) -> Tensor:
     """The attention's output of the slots x [B, Q, H]; they see context [B, T, H] and each other.
 
-    rotary: cosines and sines of the positions of context and slots [B, T + Q, D]. visible: the mask
-    [B, 1, Q, T + Q].
+    rotary: cosines and sines of the positions of context and slots [B, T + Q, D].
     """
-    attention, slots = layer.self_attn, layer.input_layernorm(x)
+    slots, first = normed(layer.input_layernorm, x), context.shape[1]
     read = torch.cat([context, slots], 1)
-
-    def heads(project: nn.Module, inputs: Tensor) -> Tensor:
-        split: Tensor = project(inputs).unflatten(-1, (-1, attention.head_dim))
-        return split
-
-    q = attention.q_norm(heads(attention.q_proj, slots)).transpose(1, 2)
-    k = attention.k_norm(heads(attention.k_proj, read)).transpose(1, 2)
-    v = heads(attention.v_proj, read).transpose(1, 2)
-    cos, sin = (table[:, None] for table in rotary)
-    first = context.shape[1]
-    q = q * cos[:, :, first:] + rotate_half(q) * sin[:, :, first:]
-    k = k * cos + rotate_half(k) * sin
-    groups = attention.num_key_value_groups
-    h = F.scaled_dot_product_attention(q, repeat_kv(k, groups), repeat_kv(v, groups), visible)
-    output: Tensor = attention.o_proj(h.transpose(1, 2).flatten(2))
+    of_slots = rotary[0][:, first:], rotary[1][:, first:]
+    q = rotated(heads(layer.self_attn, "q", slots), of_slots)
+    k = rotated(heads(layer.self_attn, "k", read), rotary)
+    h = attention(q, k, heads(layer.self_attn, "v", read))
+    output: Tensor = layer.self_attn.o_proj(h.flatten(2))
     return output

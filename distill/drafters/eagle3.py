@@ -20,10 +20,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
 from align.sources import load_config, read_json
-from distill.drafters.batch import HeadInput, TrainingBatch, recomputed, unrolled_input
+from distill.drafters.attention import NO_TEXT, Attention, Marks, rotated
+from distill.drafters.batch import (
+    HeadInput,
+    Plan,
+    TrainingBatch,
+    recomputed,
+    slots,
+    unrolled_input,
+    unrolled_plan,
+)
 from distill.drafters.compact import target_id_maps, write_compact
 from distill.drafters.initialisation import (
     least_squares,
@@ -34,6 +42,7 @@ from distill.drafters.initialisation import (
     usual_sizes,
 )
 from distill.drafters.kind import Draft, DraftKind, Origin
+from distill.drafters.layers import heads, normed
 from eval.decoding.drafters import eagle3
 from eval.decoding.drafters.eagle3 import (
     EMBEDDING,
@@ -113,9 +122,14 @@ class Eagle3(DraftKind):
         model.ttt_steps = compact["ttt_steps"]
         return Draft(to_train(model, torch.tensor(compact["sizes"]), embedding), token_ids)
 
+    def plan(self, model: Any, batch: TrainingBatch, training: bool) -> Plan:
+        everywhere = torch.arange(len(batch.positions))
+        anchors, depths, places = slots(batch, everywhere, torch.zeros_like(everywhere))
+        size, steps = anchors.numel(), model.ttt_steps
+        return unrolled_plan(batch, places, size, steps, True, anchors=anchors, depths=depths)
+
     def head_input(self, model: Any, batch: TrainingBatch) -> HeadInput:
-        steps = unrolled(model, batch.input_ids, batch.states, model.ttt_steps)
-        return unrolled_input(batch, steps, BETA)
+        return unrolled_input(list(unrolled(model, batch, model.ttt_steps)), batch.plan, BETA)
 
 
 KIND = Eagle3()
@@ -222,48 +236,45 @@ def _fitted_states(model: Any, origin: Origin) -> Iterator[tuple[Tensor, Tensor,
         goal = origin.fit_states(text)[1:, 0].to(model.device).float() / last
         before = scaled(model, origin.states(text)[None, :-1].to(model.device))
         read, _ = first_input(model, body.embed_tokens(ids[:, 1:]), body.fc(before))
-        attended = DraftAttention(model, 0, read.shape[1]).attend(read)
+        numbers = torch.arange(read.shape[1], device=ids.device)[None]
+        marks = Marks.of_texts(torch.zeros_like(numbers), numbers)
+        layer = LayerAttention(model, 0)
+        rotary = body.rotary_emb(read, numbers)
+        attended = layer.attend(Attention(marks, marks), read, read, rotary, rotary)
         response = slice(
             max(0, len(text.prompt_ids) - 2), None
         )  # no input predicts the first token
         yield before[0, response], attended[0, response], goal[response]
 
 
-class DraftAttention:
-    """A layer's attention over T inputs. Each call of `attend` is the next step of a draft."""
+class LayerAttention:
+    """A layer's attention. Each call of `attend` adds the keys of another step of the drafts."""
 
-    def __init__(self, model: Any, number: int, inputs: int) -> None:
-        body, config = model.base_model, model.config
-        self.attention = body.layers[number].self_attn
-        numbers = torch.arange(inputs, device=model.device)
-        self.distances = numbers[:, None] - numbers  # of each query [T] behind each key [T]
+    def __init__(self, model: Any, number: int) -> None:
+        config = model.config
+        self.attention = model.base_model.layers[number].self_attn
         sliding = config.layer_types[number] == "sliding_attention"
-        self.window = config.sliding_window if sliding else inputs
-        self.head_norms = config.model_type == "qwen3"
-        self.rotary = body.rotary_emb(torch.zeros(1, device=model.device), numbers[None])
+        self.window = config.sliding_window if sliding else None
         self.past: list[tuple[Tensor, Tensor]] = []  # keys and values of each step
 
-    def attend(self, read: Tensor) -> Tensor:
-        """The heads' output of this step [B, T, heads * D], of the attention's inputs [B, T, …].
+    def attend(
+        self,
+        attention: Attention,
+        asking: Tensor,
+        read: Tensor,
+        asking_rotary: tuple[Tensor, Tensor],
+        rotary: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """The heads' output [B, Q, heads * D] for the inputs `asking` [B, Q, …].
 
-        At step g an input sees the first step's inputs at least g before it, because the target has
-        read these. It also sees one input of each later step: the one of the same draft.
+        They see the inputs that were read at the steps before, and at this one: `read` [B, K, …].
         """
-        attention, step = self.attention, len(self.past)
-        shape = (*read.shape[:2], -1, attention.head_dim)
-        q, k = attention.q_proj(read).view(shape), attention.k_proj(read).view(shape)
-        if self.head_norms:
-            q, k = attention.q_norm(q), attention.k_norm(k)
-        v = attention.v_proj(read).view(shape).transpose(1, 2)
-        q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *self.rotary)
-        groups = attention.num_key_value_groups
-        self.past.append((repeat_kv(k, groups), repeat_kv(v, groups)))
+
+        q = rotated(heads(self.attention, "q", asking), asking_rotary)
+        k = rotated(heads(self.attention, "k", read), rotary)
+        self.past.append((k, heads(self.attention, "v", read)))
         keys, values = (torch.cat(steps, 2) for steps in zip(*self.past, strict=True))
-        by_target = (self.distances >= step) & (self.distances < self.window)
-        same_draft = [self.distances == step - later for later in range(1, step + 1)]
-        visible = torch.cat([by_target, *same_draft], 1)
-        attended = F.scaled_dot_product_attention(q, keys, values, visible)
-        return attended.transpose(1, 2).flatten(2)
+        return attention(q, keys, values, window=self.window).flatten(2)
 
 
 def first_input(model: Any, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -272,30 +283,59 @@ def first_input(model: Any, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, T
     embedded, hidden: the embeddings and states of T inputs [B, T, H].
     """
     layer = model.base_model.layers[0]
-    normed = layer.hidden_norm(hidden)
-    read = torch.cat([layer.input_layernorm(embedded), normed], -1)
-    return read, normed if model.config.norm_before_residual else hidden
+    normed_states = normed(layer.hidden_norm, hidden)
+    read = torch.cat([normed(layer.input_layernorm, embedded), normed_states], -1)
+    return read, normed_states if model.config.norm_before_residual else hidden
 
 
-def unrolled(model: Any, input_ids: Tensor, states: Tensor, steps: int) -> Iterator[Tensor]:
-    """For each step of a draft, the LM head's inputs at each token [B, T, H]; zero at the first.
+def unrolled(model: Any, batch: TrainingBatch, steps: int) -> Iterator[Tensor]:
+    """For each step of a draft, the LM head's inputs of the drafts of all slots [B, Q, H].
 
-    At step g the target has read all but the last g tokens. states: [B, T, L, H].
+    A draft begins at a response position. Its first step reads the newest token there, and the
+    states of the target up to the token before, as all inputs of the text do. Its step g + 1 reads
+    the g-th token after the anchor and its own state of the step before. It sees the text as far
+    as its first step. So prompts are read for keys and values only, except in the layers below the
+    last. A text's first token has no state before it, so no draft begins there: zeros.
     """
     body = model.base_model
-    embedded = body.embed_tokens(input_ids[:, 1:])
-    inputs = embedded.shape[1]
-    attentions = [DraftAttention(model, number, inputs) for number in range(len(body.layers))]
-    hidden = body.fc(normed_states(body, scaled(model, states[:, :-1])))
+    anchors, depths = batch.plan[:2]
+    start = batch.positions[anchors.clamp_min(0)]  # [B, Q], in the flattened batch
+    # an input is numbered as the token before its own, whose state it has
+    begins, numbers = batch.position_ids.flatten()[start] - 1, batch.position_ids - 1
+    texts = batch.texts.flatten()[start].masked_fill((anchors < 0) | (begins < 0), NO_TEXT)
+    drafts = Marks(texts, begins, anchors, depths)
+    inputs = Marks.of_texts(batch.texts.masked_fill(numbers < 0, NO_TEXT), numbers)
+
+    def at_drafts(values: Tensor) -> Tensor:
+        return values.flatten(0, 1)[start]
+
+    def rotary(at: Tensor) -> Any:
+        return body.rotary_emb(batch.states, at.clamp_min(0))
+
+    ids = batch.input_ids.flatten()
+    hidden = F.pad(body.fc(normed_states(body, scaled(model, batch.states))), (0, 0, 1, -1))
+    read, x = first_input(model, body.embed_tokens(batch.input_ids), hidden)
+    keys, attention = inputs, Attention(inputs, inputs)
+    turned = asking_turned = rotary(numbers)
+    layers = [LayerAttention(model, number) for number in range(len(body.layers))]
     for step in range(steps):
         if step:
-            hidden = F.pad(hidden, (0, 0, 1, 0))[:, :-1]
-        read, x = first_input(model, embedded, hidden)
-        for number, (layer, attention) in enumerate(zip(body.layers, attentions, strict=True)):
+            later = (start + step).clamp(max=len(ids) - 1)
+            read, x = first_input(model, body.embed_tokens(ids[later]), hidden)
+            drafts = drafts._replace(depths=drafts.depths + 1)
+            keys = keys.then(drafts.as_keys())
+            attention, turned = Attention(drafts, keys), rotary(begins + step)
+            asking_turned = turned
+        for number, layer in enumerate(body.layers):
             if number:
-                read = layer.input_layernorm(x)
-            x = x + layer.self_attn.o_proj(attention.attend(read))
-            x = x + recomputed(layer, layer.mlp, layer.post_attention_layernorm(x))
-        y = body.norm(x)
+                read = normed(layer.input_layernorm, x)
+            asking = read
+            if step == 0 and number == len(layers) - 1:
+                asking, x = at_drafts(read), at_drafts(x)
+                attention, asking_turned = Attention(drafts, inputs), rotary(begins)
+            attended = layers[number].attend(attention, asking, read, asking_turned, turned)
+            x = x + layer.self_attn.o_proj(attended)
+            x = x + recomputed(layer, layer.mlp, normed(layer.post_attention_layernorm, x))
+        y = normed(body.norm, x)
         hidden = y if model.config.norm_output else x
-        yield F.pad(y, (0, 0, 1, 0))
+        yield y.masked_fill((begins < 0)[..., None], 0)

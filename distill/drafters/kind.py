@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from distill import drafters
-from distill.drafters.batch import HeadInput, TrainingBatch
+from distill.drafters.batch import HeadInput, Plan, TrainingBatch
 from distill.teacher.store import CachedAnswer
 from eval.decoding.forward import input_embedding
 from eval.decoding.target import Target
@@ -171,11 +171,20 @@ class DraftKind:
         """A trained language model in the form that engines load."""
         return model
 
+    def packs(self, model: PreTrainedModel) -> bool:
+        """Whether a row of a batch may have several texts. Else it has one."""
+        return True
+
+    def plan(self, model: PreTrainedModel, batch: TrainingBatch, training: bool) -> Plan | None:
+        """What the draft reads beside the batch's texts, and what it learns; made on the CPU.
+
+        training: False for a measurement: then all positions are anchors (`HeadInput.states`).
+        """
+        return None
+
     def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
-        """The LM head's inputs for all draft tokens that are trained."""
-        output = model.base_model(input_ids=batch.input_ids, use_cache=False)
-        states = output.last_hidden_state.flatten(0, 1)[batch.positions]
-        return HeadInput(states, batch.position_numbers)
+        """The LM head's inputs for all draft tokens of the batch's plan."""
+        raise NotImplementedError
 
 
 @functools.cache

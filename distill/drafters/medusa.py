@@ -22,7 +22,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.drafters.batch import HeadInput, TrainingBatch, drawn_depths, followed, mean_depth
+from distill.drafters.batch import (
+    HeadInput,
+    Plan,
+    TrainingBatch,
+    drawn_depths,
+    followed,
+    mean_depth,
+)
 from distill.drafters.compact import write_compact
 from distill.drafters.initialisation import least_squares
 from distill.drafters.kind import Config, Draft, DraftKind, Origin
@@ -75,21 +82,26 @@ class Medusa(DraftKind):
     def load(self, folder: Path, embedding: Tensor, head: Callable[[], Tensor]) -> Draft:
         return Draft(*load_heads(folder, embedding))
 
+    def plan(self, model: Any, batch: TrainingBatch, training: bool) -> Plan:
+        depths = drawn_depths(batch, len(model.blocks), DEEPER)
+        taken, learned = [torch.arange(len(depths))], [torch.arange(len(depths))]
+        for depth in range(2, len(model.blocks) + 1):
+            numbers = ((depths >= depth) & followed(batch.positions, depth)).nonzero()[:, 0]
+            taken.append(numbers)
+            learned.append(numbers + depth)
+        none = taken[0][:0]
+        return Plan(none, none, torch.cat(taken), torch.cat(learned), tuple(map(len, taken)))
+
     def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
         """Their losses are divided by the mean number of depths at a position."""
         heads: Any = model
-        positions, width, blocks = batch.positions, batch.width, heads.blocks
-        depths = drawn_depths(positions, width, batch.seeds, len(blocks), DEEPER)
-        read, dtype = batch.states[..., 0, :].flatten(0, 1), heads.lm_head.weight.dtype
+        blocks, dtype, plan = heads.blocks, heads.lm_head.weight.dtype, batch.plan
+        read = batch.states[..., 0, :].flatten(0, 1)
         # when a token is drafted, the target has not read the newest token
-        before = torch.where(positions[:, None] % width > 0, read[positions - 1], 0)
-        states, learned = [blocks[0](before.to(dtype))], [batch.position_numbers]
-        for depth, block in enumerate(blocks[1:], start=2):
-            numbers = followed(positions, depths >= depth, depth)
-            states.append(block(read[positions[numbers]].to(dtype)))
-            learned.append(numbers + depth)
-        weight = 1 / mean_depth(len(blocks), DEEPER)
-        return HeadInput(torch.cat(states), torch.cat(learned), weight)
+        before = torch.where(batch.numbers[:, None] > 0, read[batch.positions - 1], 0)
+        inputs = [before, *read[batch.positions[plan.taken]].split(plan.counts)[1:]]
+        states = [block(x.to(dtype)) for block, x in zip(blocks, inputs, strict=True)]
+        return HeadInput(torch.cat(states), plan.learned, 1 / mean_depth(len(blocks), DEEPER))
 
 
 KIND = Medusa()

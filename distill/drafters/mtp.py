@@ -20,7 +20,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 from align.files import write_json
 from align.sources import load_config, opened_weights, resolve_checkpoint, weight_files
-from distill.drafters.batch import HeadInput, TrainingBatch, unrolled_input
+from distill.drafters.batch import (
+    HeadInput,
+    Plan,
+    TrainingBatch,
+    unrolled_input,
+    unrolled_plan,
+)
 from distill.drafters.initialisation import FrozenEmbedding
 from distill.drafters.kind import Config, Draft, DraftKind, Origin
 from eval.decoding.drafters.compact import COMPACT
@@ -84,9 +90,15 @@ class Mtp(DraftKind):
     def load(self, folder: Path, embedding: Tensor, head: Callable[[], Tensor]) -> Draft:
         return Draft(to_train(load_mtp(folder, embedding, head()), embedding))
 
+    def packs(self, model: PreTrainedModel) -> bool:
+        return False  # its layer may be recurrent, and its steps share one cache
+
+    def plan(self, model: PreTrainedModel, batch: TrainingBatch, training: bool) -> Plan:
+        return unrolled_plan(batch, batch.positions, batch.input_ids.numel(), STEPS, False)
+
     def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
         steps = unrolled(model, batch.input_ids, batch.states, STEPS)
-        return unrolled_input(batch, steps, BETA)
+        return unrolled_input(list(steps), batch.plan, BETA)
 
 
 KIND = Mtp()

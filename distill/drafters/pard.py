@@ -17,16 +17,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from align.errors import UserError
+from distill.drafters.attention import NO_TEXT, Attention, Marks
 from distill.drafters.batch import (
     HeadInput,
-    Slots,
+    Plan,
     TrainingBatch,
-    additive,
     drawn_depths,
     followed,
     mean_depth,
+    slots,
 )
 from distill.drafters.kind import Draft, Origin
+from distill.drafters.language_model import states_seen
 from distill.drafters.pruned import Pruned
 from eval.decoding.drafters.pruned import MASK
 from eval.decoding.weights import linear
@@ -53,20 +55,31 @@ class Pard(Pruned):
     def exported(self, model: PreTrainedModel) -> PreTrainedModel:
         return with_mask_row(model)
 
+    def plan(self, model: Any, batch: TrainingBatch, training: bool) -> Plan:
+        """Masks for drafts of up to `pard_tokens`, where the target's distribution is cached."""
+        most, width = model.config.pard_tokens, batch.input_ids.shape[1]
+        lengths = drawn_depths(batch, most, DEEPER)
+        anchors, depths = [batch.positions[:0]], [batch.positions[:0]]
+        for depth in range(1, most):
+            wanted = (lengths > depth) & followed(batch.positions, depth)
+            anchors.append(wanted.nonzero()[:, 0])
+            depths.append(torch.full_like(anchors[-1], depth))
+        later, depth_of = torch.cat(anchors), torch.cat(depths)
+        of_slots, of_depths, places = slots(batch, later, depth_of)
+        slots_a_row = of_slots.shape[1]
+        length = width + slots_a_row
+        first = batch.positions // width * length + batch.positions % width
+        behind = places // slots_a_row * length + width + places % slots_a_row
+        learned = torch.cat([torch.arange(len(first)), later + depth_of])
+        counts = (len(first), len(later))
+        return Plan(of_slots, of_depths, torch.cat([first, behind]), learned, counts)
+
     def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
         """The losses are divided by the mean number of draft tokens of a position."""
         masked: Any = model
-        most = masked.config.pard_tokens
-        drawn = draw_masks(batch, most)
-        states = read_with_masks(model, batch, drawn)
-        length = states.shape[1]
-        first = batch.positions // batch.width * length + batch.positions % batch.width
-        later = drawn.rows * length + batch.width + drawn.slots
-        return HeadInput(
-            states.flatten(0, 1)[torch.cat([first, later])],
-            torch.cat([batch.position_numbers, drawn.anchors + drawn.depths]),
-            1 / mean_depth(most, DEEPER),
-        )
+        states = read_with_masks(model, batch)
+        weight = 1 / mean_depth(masked.config.pard_tokens, DEEPER)
+        return HeadInput(states, batch.plan.learned, weight)
 
 
 KIND = Pard()
@@ -104,38 +117,18 @@ def with_mask_row(model: PreTrainedModel) -> PreTrainedModel:
     return exported
 
 
-def draw_masks(batch: TrainingBatch, most: int) -> Slots:
-    """Draw masks for drafts of up to `most` tokens, where the target's distribution is cached."""
-    positions = batch.positions
-    lengths = drawn_depths(positions, batch.width, batch.seeds, most, DEEPER)
-    anchors, depths = [positions[:0]], [positions[:0]]
-    for depth in range(1, most):
-        anchors.append(followed(positions, lengths > depth, depth))
-        depths.append(torch.full_like(anchors[-1], depth))
-    return Slots.of(batch, torch.cat(anchors), torch.cat(depths))
-
-
-def read_with_masks(model: PreTrainedModel, batch: TrainingBatch, masks: Slots) -> Tensor:
-    """The last states [B, L, H] of the texts followed by the masks."""
+def read_with_masks(model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
+    """The last states [M, H] that the plan takes of the texts and, behind them, its masks."""
     masked: Any = model
-    ids = batch.input_ids
-    rows, width = ids.shape
-    places = masks.placed(batch.positions[masks.anchors] % width, 0)
-    anchors, depths = masks.placed(masks.anchors, -1), masks.placed(masks.depths, 0)
-    length = width + places.shape[1]
-    visible = torch.zeros((rows, length, length), dtype=torch.bool, device=ids.device)
-    numbers = torch.arange(width, device=ids.device)
-    visible[:, :width, :width] = numbers <= numbers[:, None]
-    visible[:, width:, :width] = numbers <= places[..., None]
-    same = anchors[:, :, None] == anchors[:, None]
-    visible[:, width:, width:] = same & (depths[:, None] <= depths[:, :, None])
-    embedded = masked.get_input_embeddings()(ids)
-    mask = masked.mask(ids.new_zeros(1)).to(embedded.dtype).expand(*places.shape, -1)
-    if masked._supports_sdpa:
-        masked.config._attn_implementation = "sdpa"  # keeps no scores
-    return masked.base_model(
-        inputs_embeds=torch.cat([embedded, mask], 1),
-        attention_mask=additive(visible[:, None], embedded),
-        position_ids=torch.cat([numbers.expand(rows, -1), places + depths], 1),
-        use_cache=False,
-    ).last_hidden_state
+    anchors, depths, *_ = batch.plan
+    start = batch.positions[anchors.clamp_min(0)]  # [B, Q], in the flattened batch
+    numbers = batch.position_ids.flatten()[start]
+    texts = batch.texts.flatten()[start].masked_fill(anchors < 0, NO_TEXT)
+    of_texts = Marks.of_texts(batch.texts, batch.position_ids)
+    masks = Marks(texts, numbers, anchors, depths)
+    attention = Attention(of_texts.then(masks), of_texts.then(masks.as_keys()))
+    embedded = masked.get_input_embeddings()(batch.input_ids)
+    mask = masked.mask(start.new_zeros(1)).to(embedded.dtype).expand(*start.shape, -1)
+    inputs = torch.cat([embedded, mask], 1)
+    position_ids = torch.cat([batch.position_ids, numbers + depths], 1)
+    return states_seen(model, batch, inputs, position_ids, attention, batch.plan.taken)

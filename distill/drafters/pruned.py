@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from distill.drafters.compact import target_id_maps, write_compact
 from distill.drafters.initialisation import FrozenEmbedding, least_squares
-from distill.drafters.kind import Draft, DraftKind, Origin
+from distill.drafters.kind import Draft, Origin
+from distill.drafters.language_model import LanguageModel
 from eval.decoding.drafters.pruned import EMBEDDING, load_compact
 from eval.decoding.forward import input_embedding
 from eval.decoding.target import Target
@@ -26,9 +27,7 @@ from eval.decoding.weights import linear
 HEAD_ENTRIES = 4096  # entries of a head that are in fp32 at once
 
 
-class Pruned(DraftKind):
-    language_model = True
-
+class Pruned(LanguageModel):
     def fit_layers(self, target: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
         return num_layers, target["num_hidden_layers"]
 

@@ -1,11 +1,10 @@
 """A sibling: a separate small model, trained over the target's ids."""
 
-from distill.drafters.kind import DraftKind
+from distill.drafters.language_model import LanguageModel
 
 
-class Sibling(DraftKind):
+class Sibling(LanguageModel):
     made_from = ("sibling",)
-    language_model = True
 
 
 KIND = Sibling()

@@ -315,10 +315,14 @@ class Store:
         except FileNotFoundError as error:
             raise SourceError(f"{path} is missing; {REMEDY}.") from error
 
+    def shape(self, name: str, column: str) -> tuple[int, ...]:
+        """The shape of a record's rows in this column."""
+        path, number = self._places[name]
+        return self._shards[path].columns[column].shape(number)
+
     def length(self, name: str, column: str) -> int:
         """The number of rows of a record in this column."""
-        path, number = self._places[name]
-        return self._shards[path].columns[column].shape(number)[0]
+        return self.shape(name, column)[0]
 
     def sha256_of(self, names: Sequence[str]) -> str:
         """A hash of these names and of the contents of their shards."""

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from filelock import FileLock
-from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from distill.clock import Clock
 from distill.drafters.kind import Draft
 from distill.recipe import build_recipe
-from distill.teacher.store import CachedAnswer
+from distill.teacher.store import Answers, CachedAnswer, Store, name_of
 from distill.train import run
-from distill.trainer import build_trainer
+from distill.trainer import DraftTrainer
 from tests.align.conftest import trained
 from tests.conftest import WORKER, cache_without_answers
 from tests.distill.training import FOLLOWED
@@ -176,27 +176,27 @@ def made_answers(count=24, vocab_size=50, top=6):
 def plain_recipe(folder, **changes):
     """A recipe of what trains alone: it names no models and no prompts."""
     keys = {"target": "unused", "train_prompts": "unused", "eval_prompts": "unused"}
-    keys |= {"output_dir": str(folder), "learning_rate": 1e-2, "per_device_train_batch_size": 4}
+    keys |= {"output_dir": str(folder), "learning_rate": 1e-2, "tokens_per_step": 48}
     return build_recipe(keys | {"use_cpu": True, "bf16": False, "disable_tqdm": True} | changes)
+
+
+def stored(folder, answers, vocab_size=50):
+    """The outputs in a store of this folder."""
+    store = Store(folder)
+    store.append({name_of(answer.text): answer.packed(vocab_size) for answer in answers}, "local")
+    return Answers(store, [name_of(answer.text) for answer in answers])
 
 
 @pytest.fixture(scope="session")
 def plain_trainer():
     """Makes the trainer of a model that is no pair's draft, and whose head covers all words."""
 
-    def make(recipe, model, answers, held_out=(), strategy="direct", pad="w0"):
-        words = models.WordLevel({f"w{i}": i for i in range(model.vocab_size)}, unk_token="w0")
-        pair = SimpleNamespace(
-            target=SimpleNamespace(
-                vocab_size=model.vocab_size,
-                special_ids={"pad_token": 0 if pad == "w0" else None},
-                tokenizer=PreTrainedTokenizerFast(
-                    tokenizer_object=Tokenizer(words), pad_token=pad, eos_token="w1"
-                ),
-            ),
-            strategy=strategy,
-        )
-        return build_trainer(recipe, pair, Draft(model, None), answers, held_out=held_out)
+    def make(recipe, model, answers, held_out=(), strategy="direct"):
+        target = SimpleNamespace(vocab_size=model.vocab_size)
+        pair = SimpleNamespace(target=target, strategy=strategy, layers=())
+        outputs = (stored(recipe.folder / "outputs", part) for part in (answers, held_out))
+        clock = Clock(recipe.folder, recipe.minutes)
+        return DraftTrainer(recipe, pair, Draft(model, None), *outputs, clock)
 
     return make
 
@@ -222,7 +222,7 @@ def job(folder):
                 "cache_top_k": 30,
                 "learning_rate": 5e-3,
                 "max_steps": 40,
-                "per_device_train_batch_size": 4,
+                "tokens_per_step": 136,
                 "use_cpu": True,
                 "bf16": False,
                 "disable_tqdm": True,

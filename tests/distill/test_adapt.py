@@ -655,7 +655,7 @@ def test_what_goes_over_from_the_run(loop, from_target):
         "answers": "local",
     }
     keys |= {"train_on_prompts": True, "instruction": "{prompt}", "max_train_prompts": 30}
-    kept = {"per_device_train_batch_size": 3, "gamma": 2, "temperature": 0.5, "minutes": 7}
+    kept = {"tokens_per_step": 60, "gamma": 2, "temperature": 0.5, "minutes": 7}
     path.write_text(yaml_text(read_yaml(path) | keys | kept | {"learning_rate": 1e-4}))
     assert loop.call() == PUBLISHED
     values = loop.recipe.values()
@@ -672,7 +672,7 @@ def test_each_recipe_key_goes_over_or_is_decided_here():
     ours += " warmup_steps max_train_prompts"
     of_run = "drafter instruction strategy num_draft_layers draft_vocab_size fit_tokens dry_run"
     of_run += " answers_per_prompt train_on_prompts max_answers coverage_curve max_steps run_name"
-    of_run += " resume_from_checkpoint project trackio_space_id"
+    of_run += " resume_from_checkpoint project"
     assert {*OWN, *TRAINING} - {*module.KEPT} == {*ours.split(), *of_run.split()}
     assert {*module.KEPT} <= {*OWN, *TRAINING}
 
@@ -999,7 +999,7 @@ def tutorial(job, tmp_path, monkeypatch):
         (tmp_path / f"explain-{name}.jsonl").write_text("".join(lines))
         keys[f"{name}_prompts"] = str(tmp_path / f"explain-{name}.jsonl")
     keys |= {"draft_vocab_size": 280, "max_train_prompts": 20, "max_steps": 1, "gamma": 2}
-    keys |= {"speed_prompts": 12, "max_new_tokens": 8}
+    keys |= {"speed_prompts": 12, "max_new_tokens": 8, "tokens_per_step": 240}
     assert module.train.run(job(tmp_path / "outputs" / "explain", **keys)) == 0
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -1029,7 +1029,12 @@ def test_from_the_log_of_a_server_to_another_draft(
     names = {}
     with serving(tutorial / "target", run / "draft") as url:
         exec(script.replace("http://localhost:8000", url), names)
-    command = [*call[3:], "--train", "--learning_rate 1e-2 --max_steps 150", *gate]
+    command = [
+        *call[3:],
+        "--train",
+        "--learning_rate 1e-2 --max_steps 150",
+        *gate,
+    ]
     with monkeypatch.context() as patch:  # times of so small models are noise
         seen = []
         patch.setattr(module, "gained", lambda recent: (True, "a gain"))

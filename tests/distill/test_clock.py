@@ -6,12 +6,15 @@ from time import sleep
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from align.errors import UserError
 from distill import clock as clock_module
 from distill import train
-from distill.clock import CLOCK, Clock, TrainingClock, answers_in_time
+from distill.checkpoint import last_checkpoint
+from distill.clock import CLOCK, Clock, answers_in_time
 from distill.models import check_models, target_loader
+from distill.prefetch import Prefetcher
 from distill.prompt_sets import collect_prompts
 from distill.recipe import load_recipe
 from distill.teacher.answers import LocalTarget
@@ -19,7 +22,7 @@ from distill.teacher.served_states import state_reader
 from distill.teacher.started_vllm import answering_target
 from distill.teacher.states import LocalStates, cache_states
 from distill.train import run
-from distill.trainer import last_checkpoint
+from tests.distill.conftest import made_answers, plain_recipe
 
 
 @pytest.fixture
@@ -195,36 +198,39 @@ def test_the_time_is_written_within_a_stage(tmp_path, monkeypatch):
             sleep(0.01)
 
 
-def test_the_learning_rate_stands_where_steps_or_time_have_come_to(time, tmp_path):
+def test_the_share_of_the_training_that_is_over_survives_a_kill(time, tmp_path):
     clock = Clock(tmp_path, 10.0)
     time.now = 200.0
-    timing = TrainingClock(clock)
-    timing.on_train_begin()
-    assert timing.position(3, 100) == 3  # training has just begun
+    assert clock.training_progress() == 0  # training has just begun
     time.now = 294.0  # half of the time until 0.98 * 400 seconds is over
-    timing.on_step_begin()
-    assert timing.position(3, 100) == pytest.approx(50, abs=2)
-    assert timing.position(70, 100) == 70
-    again = TrainingClock(Clock(tmp_path, 10.0))  # killed; its folder has the time it had used
-    again.on_step_begin()
-    assert again.progress <= timing.progress
-    control = SimpleNamespace(should_training_stop=False)
-    timing.on_step_end(SimpleNamespace(save_strategy="steps"), None, control)
-    assert not control.should_training_stop
+    half = clock.training_progress()
+    assert half == pytest.approx(0.5, abs=0.02)
+    again = Clock(tmp_path, 10.0)  # killed; its folder has the time it had used
+    assert again.training_progress() <= half
     time.now = 400.0
-    timing.on_step_begin()
-    timing.on_step_end(SimpleNamespace(save_strategy="steps"), None, control)
-    assert control.should_training_stop
+    assert clock.training_progress() == 1
 
 
-def test_all_processes_stop_by_the_first_ones_clock(time, tmp_path, monkeypatch):
-    timing = TrainingClock(Clock(tmp_path, 10.0))  # by this process's own clock nothing is over
+def test_all_processes_have_the_first_ones_share(time, tmp_path, monkeypatch):
+    clock = Clock(tmp_path, 10.0)  # by this process's own clock nothing is over
     monkeypatch.setattr(clock_module, "from_first", lambda own: 1.0)
-    control = SimpleNamespace(should_training_stop=False)
-    timing.on_step_begin()
-    timing.on_step_end(SimpleNamespace(save_strategy="steps"), None, control)
-    assert control.should_training_stop
-    assert timing.position(3, 100) == 100
+    assert clock.training_progress() == 1
+
+
+@pytest.mark.parametrize(("share", "rate"), [(0.0, 1e-2), (0.5, 5e-3)])
+def test_the_learning_rate_stands_where_steps_or_time_have_come_to(
+    tmp_path, tiny_llama, plain_trainer, share, rate
+):
+    recipe = plain_recipe(tmp_path, max_steps=100)
+    trainer = plain_trainer(recipe, tiny_llama(vocab_size=50), made_answers())
+    trainer.model.train()
+    trainer.by_time = share
+    with Prefetcher(trainer.data, trainer.data.parts(), torch.device("cpu")) as batches:
+        trainer.train_step(batches)
+        assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+        trainer.step = 70
+        trainer.train_step(batches)
+        assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(3e-3)
 
 
 def test_a_run_keeps_its_minutes_and_says_what_repeats_it(job, tmp_path):
@@ -235,12 +241,12 @@ def test_a_run_keeps_its_minutes_and_says_what_repeats_it(job, tmp_path):
     # the time for training was used, though a million epochs were not over
     state = json.loads((last_checkpoint(recipe.folder) / "trainer_state.json").read_text())
     assert kept["training"] < kept["seconds"]
-    assert state["global_step"] < state["max_steps"]
+    assert state["step"] < state["steps"]
     repeat = recipe.folder / "repeat.yaml"
     assert "--num_processes 1 " in repeat.read_text().partition("\n")[0]
     repeated = load_recipe(["--recipe", str(repeat)])
     assert repeated.minutes is None
-    assert repeated.training["max_steps"] == state["global_step"]
+    assert repeated.training["max_steps"] == state["step"]
     assert repeated.max_answers == 11
 
 

@@ -4,26 +4,26 @@ import json
 import os
 import re
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from align.errors import UserError
 from align.files import write_json
 from align.sources import read_json
 from distill import held_out
+from distill.checkpoint import BEST, best_measurement, last_checkpoint, mark_complete
 from distill.held_out import HeldOut, Measurement, best_of, held_out_curve, read_measurements
 from distill.losses import acceptance
 from distill.models import check_models, target_loader
 from distill.prompt_sets import collect_prompts, hold_out
-from distill.recipe import RecipeError
 from distill.teacher.answers import USED
 from distill.teacher.store import Answers, CachedAnswer, Store, name_of, names_of
 from distill.train import run
-from distill.trainer import distil, last_checkpoint
-from distill.training_set import answer_rows
+from distill.trainer import distil
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.verification import Sampling
@@ -60,7 +60,7 @@ def trained(tmp_path, tiny_llama, plain_trainer, followed):
         model = tiny_llama(**shape, pad_token_id=0)
         held_out = made_answers(10, seed=6)
         trainer = plain_trainer(recipe, model, made_answers(), held_out=held_out)
-        return (distil(trainer, recipe), read_measurements(recipe.folder), recipe.folder)
+        return (distil(trainer), read_measurements(recipe.folder), recipe.folder)
 
     return train
 
@@ -86,7 +86,8 @@ def test_what_is_measured_is_the_drafts_agreement_and_its_best_weights_are_kept(
     so_far = [one.step for i, one in enumerate(seen) if best_of(seen[: i + 1]) is one]
     assert shown.count("the best so far") == len(so_far)
     kept = {int(path.parent.name.partition("-")[2]) for path in folder.glob("*/complete")}
-    assert {so_far[-1], 24} <= kept
+    assert kept == {16, 24}
+    assert best_measurement(folder)["step"] == so_far[-1]
     kept_at = f"kept: the draft after step {best_of(seen).step} of 24, held-out acceptance rate"
     assert f"{kept_at} {best:.3f}" in shown
     tokens = [one.tokens for one in seen]
@@ -95,27 +96,26 @@ def test_what_is_measured_is_the_drafts_agreement_and_its_best_weights_are_kept(
 
 
 def worse_after(last):
-    """The metrics of HeldOut, but 0 accepted after so many steps."""
-    metrics = HeldOut.metrics
+    """HeldOut.record, but 0 accepted after this step."""
+    record = HeldOut.record
 
-    def found(self, prediction):
-        metrics(self, prediction)
-        if len(self.measurements) > STEPS.index(last):
-            none = [0.0] * len(self.rows)
-            self.sums = [none, *self.sums[1:3], none, self.sums[4]]
-        return {held_out.METRIC: Measurement(0, 0, *self.sums).draft_acceptance_rate}
+    def worse(self, latest, progress):
+        if latest.step > last:
+            none = [0.0] * len(latest.accepted)
+            latest = replace(latest, accepted=none, draft_accepted=none)
+        return record(self, latest, progress)
 
-    return found
+    return worse
 
 
 def test_the_best_weights_come_back_where_the_last_are_worse(trained, monkeypatch):
-    monkeypatch.setattr(HeldOut, "metrics", worse_after(12))
+    monkeypatch.setattr(HeldOut, "record", worse_after(12))
     draft, seen, folder = trained()
     best = best_of(seen)
     assert best.step <= 12
     assert agreement_of(draft) == pytest.approx(best.acceptance_rate)
     # and again from the finished training's checkpoint, with nothing trained, after it has moved
-    monkeypatch.setattr(HeldOut, "metrics", None)
+    monkeypatch.setattr(HeldOut, "record", None)
     folder.rename(folder.with_name("moved"))
     assert agreement_of(trained("moved")[0]) == pytest.approx(best.acceptance_rate)
 
@@ -127,12 +127,12 @@ def test_the_best_weights_are_kept_however_checkpoints_are_saved(trained, save_s
 
 
 def test_training_stops_when_alpha_has_not_risen_for_a_while(trained, monkeypatch):
-    monkeypatch.setattr(HeldOut, "metrics", worse_after(2))
+    monkeypatch.setattr(HeldOut, "record", worse_after(2))
     draft, seen, folder = trained(patience=2)
     assert [one.step for one in seen] == STEPS[: STEPS.index(2) + 3]
     assert agreement_of(draft) == pytest.approx(seen[STEPS.index(2)].acceptance_rate)
-    assert last_checkpoint(folder).name == "checkpoint-2"
-    again, later, _ = trained(patience=2)  # goes on from there, and stops where it did
+    assert last_checkpoint(folder).name == f"checkpoint-{seen[-1].step}"
+    again, later, _ = trained(patience=2)  # trains no further
     assert later == seen
     assert agreement_of(again) == agreement_of(draft)
 
@@ -150,24 +150,37 @@ def test_a_resumed_run_has_seen_what_an_uninterrupted_one_has(trained):
         assert torch.equal(weight, resumed.state_dict()[name]), name
 
 
-def test_a_checkpoint_is_deleted_when_a_later_one_is_complete(trained, tmp_path, monkeypatch):
-    folder = tmp_path / "run"
-    monkeypatch.setattr(HeldOut, "metrics", worse_after(2))
+def test_a_killed_run_goes_on_though_its_best_weights_are_of_a_later_step(trained, monkeypatch):
+    straight, seen, folder = trained("straight", save_steps=4)
 
-    def die_in_the_third():
-        if (folder / "checkpoint-12").exists():
+    def die(path, *_):
+        if path.name == "checkpoint-12":
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("distill.trainer.os.sync", die_in_the_third)
+        patch.setattr("distill.checkpoint.mark_complete", die_before(die))
         with pytest.raises(KeyboardInterrupt):
             trained(save_steps=4)
+    folder = folder.with_name("run")
+    assert (folder / "checkpoint-12").exists()
     assert last_checkpoint(folder) == folder / "checkpoint-8"
-    trained(save_steps=4)
-    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-24"}
-    os.truncate(folder / "checkpoint-2" / "model.safetensors", 999)  # which has the best weights
-    with pytest.raises(RecipeError, match="checkpoint-2 has the best weights"):
+    assert best_measurement(folder)["step"] > 8
+    resumed, again, _ = trained(save_steps=4)
+    assert again == seen
+    for name, weight in straight.state_dict().items():
+        assert torch.equal(weight, resumed.state_dict()[name]), name
+    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-20", "checkpoint-24"}
+    os.truncate(folder / BEST, 999)
+    with pytest.raises(UserError, match=BEST):
         trained(save_steps=4)
+
+
+def die_before(die):
+    def mark(*given):
+        die(*given)
+        mark_complete(*given)
+
+    return mark
 
 
 def test_measuring_keeps_to_its_share(trained, monkeypatch):
@@ -180,23 +193,16 @@ def test_measuring_keeps_to_its_share(trained, monkeypatch):
 @pytest.mark.parametrize(("saving", "measured"), [(0.0, 12), (10.0, 3)])
 def test_saving_counts_as_measuring(saving, measured, tmp_path):
     """100 steps take a second each; with 10 for saving one measurement is between the ends."""
-    clock = SimpleNamespace(progress=0.0, now=0.0, seconds=lambda: clock.now)
-    config = SimpleNamespace(train_batch_size=4, gradient_accumulation_steps=1, world_size=1)
-    rows = answer_rows(made_answers())
-    followed = HeldOut(tmp_path, config, rows, made_answers(1), clock)
-    followed.sums = [[1.0]] * 5
-    control = SimpleNamespace(should_save=False)
-    state = SimpleNamespace(global_step=0, max_steps=100, best_metric=None, best_global_step=None)
-    followed.on_train_begin(None, state, control)
-    followed.on_evaluate(None, state, control)
-    for step in range(1, 101):
-        followed.on_step_begin()
-        clock.now += 1
-        clock.progress, state.global_step = step / 100, step
-        followed.on_step_end(None, state, control)
-        if control.should_evaluate:
+    clock = SimpleNamespace(minutes=1.0, training=0.0, now=0.0, seconds=lambda: clock.now)
+    followed = HeldOut(tmp_path, ["prompt"], 1 / 12, clock)
+    followed.resume(0, 0.0)
+    for step in range(101):
+        clock.now += step > 0
+        if step == 0 or followed.due(step, step / 100):
             clock.now += saving
-            followed.on_evaluate(None, state, control)
+            followed.record(Measurement(step, step, *[[1.0]] * 5), step / 100)
+            if step:
+                followed.pauses.append(saving)
     assert len(followed.measurements) == measured
 
 
@@ -308,7 +314,7 @@ def test_prompts_of_one_document_are_one_in_the_curve(tmp_path):
 
 
 def test_a_run_follows_held_out_prompts_and_reports_the_curve(job, tmp_path, followed, capsys):
-    recipe = job(tmp_path / "run", max_steps=12, per_device_train_batch_size=1, gamma=2)
+    recipe = job(tmp_path / "run", max_steps=12, tokens_per_step=20, gamma=2)
     assert run(recipe) == 0
     shown = capsys.readouterr().out
     assert "9 to train on (" in shown

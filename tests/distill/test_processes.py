@@ -17,10 +17,10 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 
 from distill import train
+from distill.checkpoint import last_checkpoint
 from distill.held_out import read_measurements
 from distill.recipe import RecipeError, dump
 from distill.teacher.store import Answers, Store, names_of
-from distill.trainer import last_checkpoint
 from eval.decoding.target import load_target
 from tests.distill import training
 from tests.distill.teacher.test_answers import same_answers
@@ -101,12 +101,12 @@ def assert_same_draft(folder, straight, resumed=0):
 
 @pytest.fixture(scope="module")
 def recipe(job, tmp_path_factory):
-    """Makes the recipe of a run in a new folder: recipe(rows at a time, **keys to change)."""
+    """Makes the recipe of a run in a new folder: recipe(**keys to change)."""
 
-    def make(rows, **changes):
-        steps = {"max_steps": 16, "save_steps": 4, "logging_steps": 4}  # of 4 rows, 3 an epoch
+    def make(**changes):
+        steps = {"max_steps": 16, "save_steps": 4, "logging_steps": 4}
         folder = tmp_path_factory.mktemp("processes") / "run"
-        return job(folder, per_device_train_batch_size=rows, **steps | changes)
+        return job(folder, **steps | changes)
 
     return make
 
@@ -119,7 +119,7 @@ def straight(recipe):
     def run(**changes):
         kind = str(changes)
         if kind not in folders:
-            alone = recipe(4, **changes)
+            alone = recipe(**changes)
             with pytest.MonkeyPatch.context() as patch:
                 for module, name, value in training.FOLLOWED:
                     patch.setattr(module, name, value)
@@ -145,7 +145,7 @@ def straight(recipe):
 def test_two_processes_make_the_draft_of_one_though_either_is_killed(
     recipe, straight, how, changes, flags, dies
 ):
-    two = recipe(2, **changes)
+    two = recipe(**changes)
     file = two.folder.with_suffix(".yaml")
     file.write_text(dump(two))
 
@@ -161,14 +161,13 @@ def test_two_processes_make_the_draft_of_one_though_either_is_killed(
         newest = max(two.folder.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
         assert newest != whole  # cut short, and never gone on from
         resumed = int(whole.name.rpartition("-")[2])
-        with pytest.raises(RecipeError, match=r"with 4 sequences a step.* with 2 sequences a step"):
-            train.run(two)
-    if how == "MULTI_CPU":  # one process goes on where two were
-        alone = {"per_device_train_batch_size": 4}
+        with pytest.raises(RecipeError, match="tokens_per_step"):
+            train.run(replace(two, tokens_per_step=40))
+    if dies is not None:  # one process goes on where two were
         with pytest.MonkeyPatch.context() as patch:
             for module, name, value in training.FOLLOWED:
                 patch.setattr(module, name, value)
-            assert train.run(replace(two, training=two.training | alone)) == 0
+            assert train.run(two) == 0
     else:
         status, shown = run(None)
         assert status == 0, shown
@@ -207,7 +206,7 @@ def test_machines_share_the_folder_of_the_run_alone(
         servers = [StandIn(model)]
         keys = {"draft": str(folder / "moved"), "answers": answers, "cache_top_k": 6}
         keys |= {"answer_url": servers[0].url, "max_steps": 4}
-    two = recipe(2, **keys)
+    two = recipe(**keys)
     file, printed = tmp_path / "recipe.yaml", []
     file.write_text(dump(two))
     for stage, dies in {**deaths, "": None}.items():

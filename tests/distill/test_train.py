@@ -354,7 +354,7 @@ def test_a_finished_run_keeps_what_is_needed_and_can_be_run_again(finished, tmp_
         *("models.json", "prompts", "answers.json", "prepared", "checkpoint-40", "draft", "report"),
     }
     left = {path.name for path in (folder / "checkpoint-40").iterdir()}
-    assert {"complete", "model.safetensors", "trainer_state.json"} <= left
+    assert left == {"complete", "model.safetensors", "trainer_state.json"}
     assert not [p for p in folder.rglob("*") if p.suffix in (".pt", ".pth", ".bin")]  # pickles
     assert not (folder / "prepared" / "full_head.safetensors").exists()
     assert [p.parent.name for p in folder.rglob("README.md")] == ["draft"]  # our own card

@@ -9,9 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from trl import SFTTrainer
+from torch.nn import Parameter
 
-from distill import held_out, prompt_sets, trainer
+from distill import checkpoint, held_out, prompt_sets, training_config
 from distill import recipe as recipes
 from distill import train as job
 from distill.teacher import store
@@ -40,13 +40,32 @@ def dying(work, times):
     return work_and_die
 
 
+def dies_in_the_second(save):
+    """`save`, in which the process kills itself the second time."""
+    calls, whole = [], checkpoint._whole
+
+    def die(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def save_or_die(*given):
+        calls.append(given)
+        if len(calls) == 2:
+            # the first process writes; the others take part, here until the weights are written
+            checkpoint.mark_complete = die
+            if os.environ["RANK"] != "0":
+                checkpoint._whole = lambda x: whole(x) if isinstance(x, Parameter) else die()
+        save(*given)
+
+    return save_or_die
+
+
 def train(recipe, dies, environment):
     """The job of a recipe's path; the process of that rank dies in its second checkpoint."""
     os.environ |= environment
     for module, name, value in FOLLOWED:
         setattr(module, name, value)
     if os.environ["RANK"] == str(dies):
-        SFTTrainer._save_checkpoint = dying(SFTTrainer._save_checkpoint, 2)
+        checkpoint.save_checkpoint = dies_in_the_second(checkpoint.save_checkpoint)
     sys.exit(main(["--recipe", str(recipe)]))
 
 
@@ -71,10 +90,10 @@ def train_apart(recipe, stage, dies, machines):
 def meet(recipe):
     """The job up to its stages; only the first process's CPU has bf16 instructions."""
     usual = "float32" if os.environ["RANK"] != "0" else "bfloat16"
-    recipes.usual_dtype = trainer.usual_dtype = lambda on_cpu: usual
+    recipes.usual_dtype = training_config.usual_dtype = lambda on_cpu: usual
 
     def stages(recipe, *more):
-        print(recipe.dtype, trainer.training_config(recipe).bf16, file=sys.stderr)
+        print(recipe.dtype, training_config.training_config(recipe).bf16, file=sys.stderr)
         return 0
 
     job.run_stages = stages

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from align.sources import read_json
-from distill.drafters.batch import TrainingBatch
-from distill.drafters.dflash import ANCHORS, KIND, draw_blocks, read_blocks
+from distill.drafters.dflash import ANCHORS, KIND, read_blocks
 from distill.drafters.kind import Draft, Origin
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.dflash import FORMAT, load_dflash
@@ -15,6 +14,7 @@ from eval.decoding.drafters.drafter import Text
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.engines.local_vllm import has_several_k_norms
+from tests.distill.drafters.batches import batch_of, planned
 
 VOCAB, MASK, MOST, LAYERS = 61, 60, 4, (1, 2)
 # prompt lengths, and texts of which the first is padded
@@ -46,96 +46,101 @@ def states_of(target, ids):
     return states
 
 
-@pytest.fixture(scope="module")
-def batch(target):
-    width = 16
-    ids = torch.zeros(len(TEXTS), width, dtype=torch.long)
-    states, positions = torch.zeros(len(TEXTS), width, len(LAYERS), 32), []
-    for row, (prompt, text) in enumerate(zip(PROMPTS, TEXTS, strict=True)):
-        ids[row, : len(text)] = torch.tensor(text)
-        read = states_of(target, text[:-1])
-        states[row, : len(text) - 1] = torch.stack([read[k][0] for k in LAYERS], 1)
-        positions += [row * width + p for p in range(prompt - 1, len(text) - 1)]
-    tops = torch.zeros(len(positions), 1)
-    return TrainingBatch(ids, torch.tensor(positions), tops, tops, states, torch.tensor([4, 5]))
+@pytest.fixture(scope="module", params=[True, False], ids=["packed", "a row each"])
+def batch(target, draft, request):
+    read = [states_of(target, text[:-1]) for text in TEXTS]
+    states = [torch.stack([each[k][0] for k in LAYERS], 1) for each in read]
+    unplanned = batch_of(TEXTS, PROMPTS, states, [4, 5], request.param)
+    return planned(unplanned, KIND, draft, training=False)
+
+
+def place_of(batch, number):
+    """The row of the batch, the text and the place in the text of a response position."""
+    at = int(batch.positions[number])
+    text = int(batch.texts.flatten()[at])
+    return at // batch.input_ids.shape[1], text, int(batch.numbers[number])
 
 
 def test_a_block_is_the_one_that_is_drafted_from_the_cache(target, draft, batch):
-    made = draw_blocks(batch, MOST)
     with torch.no_grad():
-        logits = draft.lm_head(read_blocks(draft, batch, made))
+        logits = draft.lm_head(read_blocks(draft, batch))
     drafter = FORMAT.drafter(draft, None, target)
     lengths = set()
-    for number, place in enumerate(batch.positions.tolist()):
-        row, position = divmod(place, batch.width)
-        block = (made.anchors == number).nonzero()[:, 0]
+    for number in range(len(batch.positions)):
+        row, text_number, position = place_of(batch, number)
+        block = (batch.plan.anchors[row] == number).nonzero()[:, 0]
         count = len(block) - 1
-        assert made.depths[block].tolist() == list(range(count + 1))
+        assert batch.plan.depths[row, block].tolist() == list(range(count + 1))
         # the session has read the text from its prompt on, as in decoding
-        text, start = TEXTS[row], PROMPTS[row]
+        text, start = TEXTS[text_number], PROMPTS[text_number]
         states = states_of(target, text[:-1])
         known = {k: v[:, : start - 1] for k, v in states.items()}
         given = Text(text[:start], 64, Sampling(1.0), torch.Generator(), known, count)
         session = drafter.start(given)
         for end in range(start, position + 1):
             session.commit([text[end]], 0, {k: v[:, end - 1 : end] for k, v in states.items()})
-        expected = logits[row, made.slots[block[1:]]].softmax(-1)
+        expected = logits[row, block[1:]].softmax(-1)
         torch.testing.assert_close(session.propose(count).q, expected, atol=1e-5, rtol=1e-4)
         lengths.add(count)
     assert len(lengths) > 2
 
 
 def test_each_mask_learns_the_token_at_its_place(draft, batch):
-    states, learned, _ = KIND.head_input(draft, batch)
-    count, made = len(batch.positions), draw_blocks(batch, MOST)
+    states, learned, _ = KIND.head_input(draft.eval(), batch)
+    count = len(batch.positions)
     assert learned[:count].tolist() == list(range(count))
-    whole = read_blocks(draft, batch, made)
-    trained = 0
-    for row, slot, anchor, depth in zip(*map(torch.Tensor.tolist, made[:4]), strict=True):
-        inside = batch.positions[anchor] % batch.width + depth < len(TEXTS[row])
-        if depth and inside:
-            found = (states == whole[row, slot]).all(1) & (learned == anchor + depth - 1)
-            assert found.sum() == 1
+    whole, trained = read_blocks(draft, batch), 0
+    for row, slot in (batch.plan.anchors >= 0).nonzero().tolist():
+        anchor, depth = int(batch.plan.anchors[row, slot]), int(batch.plan.depths[row, slot])
+        _, text, position = place_of(batch, anchor)
+        if depth and position + depth < len(TEXTS[text]):
+            same = (states == whole[row, slot]).all(1) & (learned == anchor + depth - 1)
+            assert same.sum() == 1
             trained += 1
     assert trained == len(learned) > count
 
 
 def test_anchors_are_drawn_anew_in_training(draft, batch):
-    drawn, masks = set(), {ANCHORS: 0, 1.0: 0}
+    drawn, masks = set(), {True: 0, False: 0}
     for seed in range(300):
-        for share in masks:
-            given = batch._replace(seeds=batch.seeds + 2 * seed)
-            made = draw_blocks(given, MOST, share)
-            masks[share] += int((made.depths > 0).sum())
-            if share == ANCHORS:
-                drawn.add(tuple(made.anchors.tolist()))
+        for training in masks:
+            plan = KIND.plan(draft, batch._replace(seeds=batch.seeds + 2 * seed), training)
+            masks[training] += int((plan.depths > 0).sum())
+            if training:
+                drawn.add(tuple(plan.anchors.flatten().tolist()))
     assert len(drawn) > 200
-    assert masks[ANCHORS] == pytest.approx(ANCHORS * masks[1.0], rel=0.1)
-    few, all_ = (KIND.head_input(draft.train(training), batch) for training in (True, False))
+    assert masks[True] == pytest.approx(ANCHORS * masks[False], rel=0.1)
+    few, all_ = (
+        KIND.head_input(draft.train(training), planned(batch, KIND, draft, training))
+        for training in (True, False)
+    )
     assert len(few.states) < len(all_.states)
     assert few.weight * ANCHORS == pytest.approx(all_.weight)
 
 
 def test_a_block_sees_neither_its_anchors_state_nor_later_tokens(draft, batch):
-    made = draw_blocks(batch, MOST)
-    before = read_blocks(draft, batch, made)
-    row, anchor = 1, len(batch.positions) - 3
-    position = int(batch.positions[anchor]) % batch.width
-    places = made.slots[made.anchors == anchor]
+    before = read_blocks(draft, batch)
+    anchor = len(batch.positions) - 3
+    row, text, position = place_of(batch, anchor)
+    block = batch.plan.anchors[row] == anchor
 
-    def changed(first, last, tokens=False):
+    def changed(first, last, of_text=text, tokens=False):
         """Whether the block changes with the states (or tokens) from `first` up to `last`."""
         states, ids = batch.states.clone(), batch.input_ids.clone()
-        states[row, first:last] += 1
-        ids[row, first:last] += int(tokens)
-        after = read_blocks(draft, batch._replace(states=states, input_ids=ids), made)
-        return not torch.equal(before[row, places], after[row, places])
+        last = len(TEXTS[of_text]) if last is None else last
+        within = (batch.position_ids >= first) & (batch.position_ids < last)
+        within &= batch.texts == of_text
+        states[within] += 1
+        ids[within] += int(tokens)
+        after = read_blocks(draft, batch._replace(states=states, input_ids=ids))
+        return not torch.equal(before[row, block], after[row, block])
 
     assert changed(position - 1, position)
     assert changed(0, 1)
     assert not changed(position, None)
     assert not changed(position + 1, None, tokens=True)
     assert changed(position, position + 1, tokens=True)
+    assert not changed(0, None, 1 - text)  # nor another text
 
 
 def test_all_layers_share_a_k_norm_that_is_not_trained(target):
@@ -182,10 +187,9 @@ def test_the_layout_of_speculators_is_read_like_z_labs(target, draft, tmp_path):
 
 
 def test_activations_computed_twice_are_not_kept(draft, batch, kept_bytes):
-    blocks = draw_blocks(batch, MOST)
-    once = kept_bytes(draft.train(), lambda: read_blocks(draft, batch, blocks))
+    once = kept_bytes(draft.train(), lambda: read_blocks(draft, batch))
     draft.gradient_checkpointing_enable()
-    twice = kept_bytes(draft, lambda: read_blocks(draft, batch, blocks))
+    twice = kept_bytes(draft, lambda: read_blocks(draft, batch))
     draft.gradient_checkpointing_disable()
     assert twice[0] < 0.7 * once[0]
     torch.testing.assert_close(twice[1], once[1])

@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING
 
 from align.sources import read_json
 from distill.drafters import eagle3
-from distill.drafters.batch import TrainingBatch
+from distill.drafters.attention import sees
 from distill.drafters.initialisation import divide_states
 from distill.drafters.kind import Origin
 from distill.loss_forward import give_loss_forward
@@ -17,6 +17,7 @@ from eval.decoding.drafters.eagle3 import FORMAT, layer_config
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
+from tests.distill.drafters.batches import batch_of, planned
 from tests.distill.drafters.conftest import SIZE, VOCAB
 from tests.eagle3 import LAYOUTS
 
@@ -27,20 +28,25 @@ TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 58, 9, 7, 9, 32, 3, 8, 46, 26, 43]
 def states_read(model):
     """read(positions): the number of the newest state that the loss at these positions reads."""
     give_loss_forward(model, eagle3.KIND, forward_kl)
-    states = torch.randn(1, 12, len(LAYERS), SIZE, requires_grad=True)
+    states = torch.randn(11, len(LAYERS), SIZE)
+    other = torch.randn(5, len(LAYERS), SIZE)
 
     def newest(positions):
-        torch.manual_seed(3)
-        count = len(positions)
-        loss = model(
-            input_ids=torch.randint(VOCAB, (1, 12)),
-            positions=torch.tensor(positions),
-            top_ids=torch.randint(len(model.lm_head.weight), (count, 3)),
-            top_logprobs=torch.full((count, 3), -1.5),
-            states=states,
-        ).loss
-        (gradient,) = torch.autograd.grad(loss, states)
-        return max(at for at in range(12) if gradient[0, at].abs().sum() > 0)
+        texts = [[7, 9, 3, 3, 8, 1], torch.randint(VOCAB, (positions[-1] + 2,)).tolist()]
+        read = [other, states[: positions[-1] + 1]]
+        batch = batch_of(texts, (5, positions[0] + 1), read)
+        rows = len(model.lm_head.weight)
+        batch = batch._replace(
+            states=batch.states.requires_grad_(),
+            positions=batch.positions[1:],  # the other text has no loss
+            top_ids=torch.randint(rows, (len(positions), 3)),
+            top_logprobs=batch.top_logprobs[1:],
+        )
+        loss = model(**planned(batch, eagle3.KIND, model)._asdict()).loss
+        (gradient,) = torch.autograd.grad(loss, batch.states)
+        used = gradient[0].abs().sum((1, 2)) > 0
+        assert not used[batch.texts[0] != 1].any()  # neither the other text nor padding
+        return max(batch.position_ids[0, used].tolist())
 
     return newest
 
@@ -61,13 +67,21 @@ def test_training_reads_what_is_known_when_a_token_is_drafted(warm_start, layout
 
 
 def attention_sees_the_next_state(monkeypatch):
-    right = eagle3.DraftAttention.__init__
+    def further(queries, keys, *rest):
+        return sees(queries._replace(positions=queries.positions + 1), keys, *rest)
 
-    def begin(self, *given):
-        right(self, *given)
-        self.distances = self.distances + 1
+    monkeypatch.setattr("distill.drafters.attention.sees", further)
 
-    monkeypatch.setattr(eagle3.DraftAttention, "__init__", begin)
+
+def attention_sees_other_texts(monkeypatch):
+    def all_texts(queries, keys, *rest):
+        none = torch.zeros_like
+        queries = queries._replace(texts=none(queries.texts))
+        return sees(queries, keys._replace(texts=none(keys.texts)), *rest)
+
+    right = eagle3.Attention
+    monkeypatch.setattr("distill.drafters.attention.sees", all_texts)
+    monkeypatch.setattr(eagle3, "Attention", lambda *marks: right(*marks, by_text=False))
 
 
 def states_of_the_token_itself(monkeypatch):
@@ -75,11 +89,16 @@ def states_of_the_token_itself(monkeypatch):
     monkeypatch.setattr(
         eagle3,
         "unrolled",
-        lambda model, ids, states, steps: right(model, ids, states.roll(-1, 1), steps),
+        lambda model, batch, steps: right(
+            model, batch._replace(states=batch.states.roll(-1, 1)), steps
+        ),
     )
 
 
-@pytest.mark.parametrize("mutant", [attention_sees_the_next_state, states_of_the_token_itself])
+MUTANTS = [attention_sees_the_next_state, attention_sees_other_texts, states_of_the_token_itself]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
 @pytest.mark.parametrize("layout", ["EAGLE", "speculators, Qwen3 layers"])
 def test_a_state_that_nobody_knows_is_caught(warm_start, monkeypatch, layout, mutant):
     model = warm_start(layout)[2].model
@@ -103,11 +122,10 @@ def test_it_trains_and_drafts_what_the_published_draft_computes(target, warm_sta
         right, logits = published.draft(TEXT[:end], read[0], embedding, gamma)
         so_far = Text(TEXT[:end], 64, Sampling(), torch.Generator(), known, 3)
         assert drafter.start(so_far).propose(gamma).tokens.tolist() == right
-        read = torch.nn.functional.pad(read, (0, 0, 0, 0, 0, gamma))
+        batch = batch_of([[*TEXT[:end], *right]], [end], [read[0]])
         with torch.no_grad():
-            whole = torch.tensor([[*TEXT[:end], *right[:-1]]])
-            steps = eagle3.unrolled(model, whole, read, gamma)
-            trained = [model.lm_head(y[0, end - 1 + g]) for g, y in enumerate(steps)]
+            steps = eagle3.unrolled(model, planned(batch, eagle3.KIND, model), gamma)
+            trained = [model.lm_head(y[0, 0]) for y in steps]
         torch.testing.assert_close(torch.stack(trained), logits, atol=1e-4, rtol=1e-4)
         seen.update(right)
     assert len(seen) > 3
@@ -162,9 +180,8 @@ def test_the_number_of_steps_is_kept(target, tmp_path):
     made = eagle3.KIND.initialise(Origin(target, None, [], 1, 3, LAYERS, ttt_steps=2))
     eagle3.KIND.save(tmp_path, made, target.decoder.embedding, str(tmp_path))
     for model in (made.model, eagle3.KIND.load(tmp_path, target.decoder.embedding, None).model):
-        states = torch.randn(1, 12, len(LAYERS), SIZE)
-        batch = TrainingBatch(torch.ones((1, 12), dtype=int), torch.arange(4, 9), 0, 0, states)
-        found = eagle3.KIND.head_input(model, batch)
+        batch = batch_of([[1] * 10], [5], [torch.randn(9, len(LAYERS), SIZE)])
+        found = eagle3.KIND.head_input(model, planned(batch, eagle3.KIND, model))
         assert found.learned.tolist() == [*range(5), *range(1, 5)]
         assert found.weight.tolist() == pytest.approx([2 / 3] * 5 + [1 / 3] * 4)
 
@@ -199,10 +216,12 @@ def test_a_draft_that_reads_layers_the_target_lacks_is_refused(finished, copied)
 
 def test_activations_computed_twice_are_not_kept(warm_start, kept_bytes):
     model = warm_start(next(iter(LAYOUTS)))[2].model.train()
-    ids, states = torch.randint(VOCAB, (2, 12)), torch.randn(2, 12, len(LAYERS), SIZE)
+    texts = [torch.randint(VOCAB, (12,)).tolist() for _ in range(2)]
+    states = [torch.randn(11, len(LAYERS), SIZE) for _ in texts]
+    batch = planned(batch_of(texts, (2, 2), states), eagle3.KIND, model)
 
     def read():
-        return torch.stack([*eagle3.unrolled(model, ids, states, 3)])
+        return torch.stack([*eagle3.unrolled(model, batch, 3)])
 
     once = kept_bytes(model, read)
     model.gradient_checkpointing_enable()

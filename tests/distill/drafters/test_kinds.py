@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from align.sources import read_json
 from distill.clock import Clock
+from distill.drafters.attention import Attention, sees
 from distill.drafters.kind import kinds
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
@@ -23,41 +24,100 @@ from distill.trainer import distil_draft
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
-from tests.distill.drafters.conftest import SIZE, VOCAB
+from tests.distill.drafters.batches import batch_of, planned
+from tests.distill.drafters.conftest import SIZE
+
+TEXTS = ([3, 1, 4, 1, 5, 9, 2, 6, 5], [8, 46, 26, 43, 38, 32, 7, 9, 50, 28, 8, 4, 19])
+PROMPTS, SEEDS = (4, 3), (7, 2**31 + 4)
+DENSE = {"by_text": False}
+KINDS = ["pruned", "pard", "eagle3", "dflash", "medusa", "mtp"]
 
 
-def batch_of(positions, states, seed, layers):
-    """Made up: one row, the target's most likely tokens at each position."""
-    torch.manual_seed(3)
-    count = len(positions)
-    return {
-        "input_ids": torch.randint(VOCAB, (1, states)),
-        "positions": torch.tensor(positions),
-        "top_ids": torch.randint(VOCAB, (count, 3)),
-        "top_logprobs": torch.full((count, 3), -1.5),
-        "states": torch.randn(1, states, layers, SIZE) if layers else None,
-        "seeds": torch.tensor([seed]),
-    }
+def losses_of(kind, model, layers, texts, packed):
+    """The loss of these texts, by number, and its gradients."""
+    states = [torch.randn(12, layers, SIZE) for _ in TEXTS]
+    chosen = [TEXTS[i] for i in texts]
+    batch = batch_of(
+        chosen,
+        [PROMPTS[i] for i in texts],
+        [states[i][: len(TEXTS[i]) - 1] for i in texts] if layers else None,
+        [SEEDS[i] for i in texts],
+        packed,
+    )
+    top = (batch.positions[:, None] * 0 + batch.input_ids.flatten()[batch.positions + 1, None]) % 9
+    batch = batch._replace(top_ids=torch.cat([top, top + 9, top + 20], 1))
+    model.zero_grad()
+    loss = model(**planned(batch, kind, model)._asdict()).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", ["pruned", "pard", "eagle3", "medusa", "mtp"])
-def test_the_loss_of_a_row_hangs_neither_on_its_padding_nor_on_what_is_beside_it(
-    target, random_draft, name
-):
-    """Else another number of processes would take other steps."""
-    kind, model = kinds()[name], random_draft(name)
+@pytest.mark.parametrize("name", KINDS)
+def test_the_loss_of_a_text_hangs_neither_on_padding_nor_on_other_texts(target, random_draft, name):
+    """Else packed texts, or another number of processes, would take other steps."""
+    kind, model = kinds()[name], random_draft(name).train()
+    packs = kind.packs(model)
+    assert packs == (name != "mtp")
     give_loss_forward(model, kind, forward_kl)
     layers = len(kind.target_layers(target.model.config.to_dict()))
-    short = batch_of([3, 4, 5, 6, 7], 9, 7, layers)
-    long = batch_of([2, 3, 4, 5, 6, 8, 9, 10, 11], 13, 2**31 + 4, layers)
-    both = {key: torch.cat([short[key], long[key]]) for key in ("top_ids", "top_logprobs", "seeds")}
-    both["input_ids"] = torch.cat([F.pad(short["input_ids"], (0, 4)), long["input_ids"]])
-    both["positions"] = torch.cat([short["positions"], 13 + long["positions"]])
-    if layers:
-        both["states"] = torch.cat([F.pad(short["states"], (0, 0, 0, 0, 0, 4)), long["states"]])
-    with torch.no_grad():
-        apart = model(**short).loss + model(**long).loss
-        torch.testing.assert_close(model(**both).loss, apart)
+
+    def losses(texts, packed):
+        torch.manual_seed(5)
+        return losses_of(kind, model, layers, texts, packed)
+
+    apart = [losses([i], packs) for i in range(2)]
+    for order in ([0, 1], [1, 0]):
+        loss, gradients = losses(order, packs)
+        torch.testing.assert_close(loss, apart[0][0] + apart[1][0])
+        for weight, gradient in gradients.items():
+            alone = apart[0][1][weight] + apart[1][1][weight]
+            torch.testing.assert_close(gradient, alone, rtol=1e-4, atol=1e-4)
+
+
+def other_texts_are_seen(queries, keys, *rest):
+    none = torch.zeros_like
+    return sees(
+        queries._replace(texts=none(queries.texts)), keys._replace(texts=none(keys.texts)), *rest
+    )
+
+
+def a_token_sees_the_next(queries, keys, *rest):
+    return sees(queries._replace(positions=queries.positions + 1), keys, *rest)
+
+
+@pytest.mark.parametrize("mutant", [other_texts_are_seen, a_token_sees_the_next])
+@pytest.mark.parametrize("name", ["pruned", "pard", "eagle3", "dflash"])
+def test_a_mask_that_shows_too_much_changes_the_loss(
+    target, random_draft, monkeypatch, name, mutant
+):
+    """So the test before cannot miss it."""
+    kind, model = kinds()[name], random_draft(name).train()
+    layers = len(kind.target_layers(target.model.config.to_dict()))
+    give_loss_forward(model, kind, forward_kl)
+    right = Attention.__init__
+    monkeypatch.setattr(
+        Attention, "__init__", lambda self, *marks, **keys: right(self, *marks, **keys | DENSE)
+    )
+    losses = []
+    for change in (sees, mutant):
+        monkeypatch.setattr("distill.drafters.attention.sees", change)
+        torch.manual_seed(5)
+        losses.append(losses_of(kind, model, layers, [0, 1], True)[0])
+    assert (losses[0] - losses[1]).abs() > 1e-3 * losses[0].abs()
+
+
+def test_layers_that_do_not_keep_packed_texts_apart_get_a_row_each(tiny_llama):
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 61}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    sibling = kinds()["sibling"]
+    packed = dict.fromkeys(["llama", "phi3", "gpt2", "qwen3_moe"], True)
+    recurrent = {"layer_types": ["conv", "full_attention"]}
+    for name, right in (packed | dict.fromkeys(["lfm2", "gemma2", "falcon"], False)).items():
+        more = recurrent if name == "lfm2" else {}
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**shape, **heads, **more))
+        before = model.config._attn_implementation
+        assert sibling.packs(model) == right, name
+        assert model.config._attn_implementation == before
 
 
 @pytest.mark.parametrize("name", ["eagle3", "medusa"])
@@ -70,9 +130,8 @@ def test_a_step_in_small_batches_is_that_of_a_large_one(finished, tmp_path, name
     store = Store(Path(read_json(folder / USED)["store"]))
     answers = Answers(store, names_of(prompts.training.ids))
     weights = []
-    for rows, together in ((4, 1), (1, 4)):
-        keys = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": together}
-        keys |= {"max_steps": 2, "save_strategy": "no"}
+    for passes in (1, 4):
+        keys = {"gradient_accumulation_steps": passes, "max_steps": 2, "save_strategy": "no"}
         other = dataclasses.replace(recipe, training=recipe.training | keys)
         prepared = prepare_draft(other, pair, load, answers)
         draft = distil_draft(

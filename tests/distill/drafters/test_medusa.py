@@ -12,11 +12,11 @@ from distill.losses import forward_kl, head_loss
 from eval.decoding.drafters.compact import OtherEmbedding
 from eval.decoding.drafters.medusa import MedusaConfig, MedusaModel
 from eval.reporting.fields import read_report
+from tests.distill.drafters.batches import batch_of, planned
 
-VOCAB, SIZE, WIDTH, HEADS = 61, 32, 9, 3
+VOCAB, SIZE, HEADS = 61, 32, 3
 # two answers: of a prompt of 3 tokens and a response of 5, and of 2 and 7
-IDS = torch.tensor([[4, 9, 2, 33, 5, 17, 8, 21, 0], [7, 1, 40, 3, 3, 59, 12, 6, 30]])
-POSITIONS = torch.tensor([2, 3, 4, 5, 6, *(WIDTH + at for at in range(1, 8))])
+TEXTS, PROMPTS = [[4, 9, 2, 33, 5, 17, 8, 21], [7, 1, 40, 3, 3, 59, 12, 6, 30]], (3, 2)
 DEPTHS = torch.tensor([3, 1, 3, 2, 3, 2, 3, 3, 1, 3, 3, 2])
 KEPT = torch.arange(0, VOCAB, 2)
 
@@ -38,18 +38,20 @@ def test_each_head_learns_the_token_of_its_own_place(monkeypatch):
     torch.manual_seed(4)
     model = heads()
     rows = len(KEPT)
-    top_ids = torch.stack([torch.randperm(rows)[:3] for _ in POSITIONS])
-    logprobs = torch.tensor([[0.5, 0.3, 0.1]]).log().repeat(len(POSITIONS), 1)
-    states = torch.randn(2, WIDTH, 1, SIZE)
+    top_ids = torch.stack([torch.randperm(rows)[:3] for _ in DEPTHS])
+    logprobs = torch.tensor([[0.5, 0.3, 0.1]]).log().repeat(len(DEPTHS), 1)
+    states = [torch.randn(len(text) - 1, 1, SIZE) for text in TEXTS]
+    batch = batch_of(TEXTS, PROMPTS, states)
+    batch = batch._replace(top_ids=top_ids, top_logprobs=logprobs)
+    of_text = batch.texts.flatten()[batch.positions].tolist()
     total = 0.0
-    for entry, place in enumerate(POSITIONS.tolist()):
-        row, at = divmod(place, WIDTH)
+    for entry, (text, at) in enumerate(zip(of_text, batch.numbers.tolist(), strict=True)):
         # the first head learns at each position, from the state before it
-        learned = [(entry, 0, states[row, at - 1, 0])]
+        learned = [(entry, 0, states[text][at - 1, 0])]
         for d in range(2, int(DEPTHS[entry]) + 1):
-            if entry + d < len(POSITIONS) and POSITIONS[entry + d] // WIDTH == row:
+            if entry + d < len(DEPTHS) and of_text[entry + d] == text:
                 # the newest token is at + 1, what head d drafts is at + 1 + d
-                learned.append((entry + d, d - 1, states[row, at, 0]))
+                learned.append((entry + d, d - 1, states[text][at, 0]))
         for goal, head, state in learned:
             x, goal = model.blocks[head](state), [goal]
             total += float(
@@ -59,9 +61,7 @@ def test_each_head_learns_the_token_of_its_own_place(monkeypatch):
             )
     monkeypatch.setattr(medusa, "drawn_depths", lambda *_: DEPTHS)
     give_loss_forward(model, medusa.KIND, forward_kl)
-    output = model(
-        input_ids=IDS, positions=POSITIONS, top_ids=top_ids, top_logprobs=logprobs, states=states
-    )
+    output = model(**planned(batch, medusa.KIND, model)._asdict())
     # a sum over what was drawn, over what is drawn in the mean: the losses of two halves add up
     assert float(output.loss.detach()) == pytest.approx(total / (1 + 1 / 2 + 1 / 4), rel=1e-4)
     output.loss.backward()

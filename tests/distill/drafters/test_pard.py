@@ -5,8 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from align.sources import read_json
-from distill.drafters.batch import WIDTH, TrainingBatch
-from distill.drafters.pard import KIND, draw_masks, give_mask, read_with_masks, with_mask_row
+from distill.drafters.pard import KIND, give_mask, read_with_masks, with_mask_row
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
 from distill.train import run
@@ -17,6 +16,7 @@ from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.reporting.fields import read_report
 from tests.distill.conftest import ONE_LAYER, PARD, ROWS, TOKENS
+from tests.distill.drafters.batches import batch_of, planned
 from tests.distill.drafters.conftest import MASK, VOCAB
 
 GAMMA = 4
@@ -54,46 +54,44 @@ def test_a_run_ends_in_a_folder_that_drafts_at_once(finished, name):
     assert drafter.draft_at_once(20, Sampling(), 3) is not None  # its time is that of a whole draft
 
 
-def batch_of(lengths, answers, width=16):
-    """Made up: texts of so many tokens, the last ones of each an answer."""
+def texts_of(lengths, most=VOCAB - 1):
     torch.manual_seed(3)
-    ids = torch.zeros((len(lengths), width), dtype=torch.long)
-    positions = []
-    for row, (length, answer) in enumerate(zip(lengths, answers, strict=True)):
-        ids[row, :length] = torch.randint(VOCAB - 1, (length,))
-        positions += [row * width + at for at in range(length - answer - 1, length - 1)]
-    count = len(positions)
-    return TrainingBatch(
-        ids,
-        torch.tensor(positions),
-        torch.zeros((count, 3), dtype=torch.long),
-        torch.full((count, 3), -1.5),
-        seeds=torch.arange(len(lengths)) + 7,
-    )
+    return [torch.randint(most, (length,)).tolist() for length in lengths]
 
 
+@pytest.mark.parametrize("packed", [True, False])
 @torch.no_grad()
-def test_training_reads_what_drafting_reads(model):
+def test_training_reads_what_drafting_reads(model, packed):
     """Each mask's state is that of a plain pass over the text up to its anchor and its chain."""
-    batch = batch_of([16, 9, 13], [11, 5, 1])
-    drawn = draw_masks(batch, GAMMA)
-    states = read_with_masks(model, batch, drawn)
-    assert states.shape[1] % WIDTH == 0
+    texts, prompts = texts_of([16, 9, 13]), (5, 4, 12)
+    batch = planned(batch_of(texts, prompts, packed=packed), KIND, model)
     whole = with_mask_row(model)
-    width = batch.width
-    for row, slot, entry, depth in zip(*map(torch.Tensor.tolist, drawn[:4]), strict=True):
-        anchor = int(batch.positions[entry])
-        assert anchor // width == row
-        assert int(batch.positions[entry + depth]) == anchor + depth
-        text = batch.input_ids[row, : anchor % width + 1].tolist()
-        plain = whole.model(torch.tensor([[*text, *[MASK] * depth]])).last_hidden_state[0, -1]
-        torch.testing.assert_close(states[row, width + slot], plain, rtol=1e-4, atol=1e-4)
-    for row in range(len(batch.input_ids)):
-        plain = whole.model(batch.input_ids[row : row + 1]).last_hidden_state[0]
-        torch.testing.assert_close(states[row, :width], plain, rtol=1e-4, atol=1e-4)
-    assert set(drawn.depths.tolist()) == set(range(1, GAMMA))
+    if packed:  # else as a model whose layers are not `layers.PLAIN`
+        give_loss_forward(model, KIND, forward_kl)
+    states = read_with_masks(model, batch)
+    count, depths = len(batch.positions), set()
+    of_text = batch.texts.flatten()[batch.positions].tolist()
+    masks = [(row, slot) for row, slot in (batch.plan.anchors >= 0).nonzero().tolist()]
+    entries = [(int(batch.plan.anchors[at]), int(batch.plan.depths[at])) for at in masks]
+    entries = [(number, 0) for number in range(count)] + sorted(entries)
+    learned = dict.fromkeys(entries)
+    for state, goal in zip(states, batch.plan.learned.tolist(), strict=True):
+        same = [entry for entry in entries if sum(entry) == goal and learned[entry] is None]
+        expected = {entry: plain_state(whole, texts, batch, of_text, entry) for entry in same}
+        entry = min(expected, key=lambda each: (expected[each] - state).abs().max())
+        torch.testing.assert_close(state, expected[entry], rtol=1e-4, atol=1e-4)
+        learned[entry] = state
+        depths.add(entry[1])
+    assert None not in learned.values()
+    assert depths == set(range(GAMMA))
     # no answer of one token has a second one to learn
-    assert 2 not in drawn.rows.tolist()
+    assert all(of_text[number] != 2 for number, depth in entries if depth)
+
+
+def plain_state(whole, texts, batch, of_text, entry):
+    number, depth = entry
+    text = texts[of_text[number]][: int(batch.numbers[number]) + 1]
+    return whole.model(torch.tensor([[*text, *[MASK] * depth]])).last_hidden_state[0, -1]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -116,41 +114,38 @@ def test_engines_read_the_mask_as_a_row_of_the_embedding(tiny_llama, tmp_path, t
 
 def test_a_held_out_text_says_how_many_of_all_drafted_tokens_are_accepted(tiny_llama):
     """Against passes over the text with the masks behind it, one mask after the other."""
-    torch.manual_seed(0)
-    size, most, mask, width = 40, 4, 39, 16
+    size, most, mask = 40, 4, 39
     model = tiny_llama(2, spread=4, vocab_size=size)
     give_mask(model, mask, most)
-    texts, starts = torch.randint(1, 30, (2, width)), (3, 6)
-    places = [torch.arange(start, width - 1) + row * width for row, start in enumerate(starts)]
-    positions = torch.cat(places)
+    texts = texts_of([16, 16], 30)
+    batch = batch_of(texts, (4, 7))
+    positions = batch.positions
     logits = torch.randn(len(positions), size).log_softmax(-1)
     logprobs, ids = logits.sort(descending=True)
+    batch = planned(batch._replace(top_ids=ids, top_logprobs=logprobs), KIND, model, False)
     plain = tiny_llama(2, spread=4, vocab_size=size)
 
-    def agreed(output, logprobs):
-        return torch.minimum(output.logits[0, -1].softmax(-1), logprobs.exp()).sum()
+    def agreed(depth, number, goal):
+        text = texts[int(batch.texts.flatten()[positions[number]])]
+        read = [*text[: int(batch.numbers[number]) + 1], *[mask] * depth]
+        q = plain(torch.tensor([read])).logits[0, -1].softmax(-1)
+        return torch.minimum(q, logits[goal].exp()).sum()
 
     with torch.no_grad():
-        seeds = torch.tensor([1, 2])
-        batch = TrainingBatch(texts, positions, ids, logprobs, None, seeds)
-        drawn = draw_masks(batch, most)
         accepted, tokens = torch.zeros(len(positions)), torch.ones(len(positions))
-        for entry, at in enumerate(positions.tolist()):
-            read = texts[at // width, : at % width + 1][None]
-            accepted[entry] = agreed(plain(read), logits[entry])
-        first = accepted.clone()
-        for entry, depth in zip(drawn.anchors.tolist(), drawn.depths.tolist(), strict=True):
-            at = int(positions[entry])
-            text = texts[at // width, : at % width + 1].tolist()
-            guess = plain(torch.tensor([[*text, *[mask] * depth]]))
-            accepted[entry + depth] += agreed(guess, logits[entry + depth])
-            tokens[entry + depth] += 1
-        give_loss_forward(model, KIND, forward_kl)
+        for number in range(len(positions)):
+            accepted[number] = agreed(0, number, number)
+        first, anchors, depths = accepted.clone(), *batch.plan[:2]
+        for at in (anchors >= 0).nonzero().tolist():
+            number, depth = int(anchors[*at]), int(depths[*at])
+            accepted[number + depth] += agreed(depth, number, number + depth)
+            tokens[number + depth] += 1
+        give_loss_forward(model.eval(), KIND, forward_kl)
         found = model(**batch._asdict(), temperature=1.0)
     torch.testing.assert_close(found.accepted, first)
     torch.testing.assert_close(found.draft_accepted, accepted)
     assert torch.equal(found.draft_tokens, tokens)
-    assert len(drawn.anchors) > 10
+    assert (anchors >= 0).sum() > 10
     assert tokens.max() > 2
 
 

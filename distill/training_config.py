@@ -1,0 +1,179 @@
+"""What a training begins with: its SFTConfig, checkpoint, processes, weights and optimiser."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    ProjectConfiguration,
+    parse_flag_from_env,
+)
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from trl import SFTConfig, SFTTrainer
+
+from align.machine import from_first, usual_dtype
+from distill.checkpoint import last_checkpoint, launch_of
+from distill.recipe import Recipe, RecipeError
+
+# trl and this file use the old name, because transformers 5.17 has it, too
+warnings.filterwarnings(
+    "ignore", message="`(is_)?gradient_checkpointing(_enable)?`", category=FutureWarning
+)
+
+# Learning rates where a recipe names none: (full fine-tuning, LoRA). NEW_RATES are for a draft made
+# of a target whose hidden size is WIDTH, TRAINED_RATES for the recipe's `draft` and an MTP head.
+# docs/lab-notes.md has measurements of NEW_RATES; 5e-5 is a careful guess.
+NEW_RATES, TRAINED_RATES, WIDTH = (3e-3, 5e-3), (5e-5, 2e-4), 576
+SLOW_RATE = 1 / 3  # factor on the learning rate of least-squares-initialised weights
+WAIT = 7 * 24 * 3600  # seconds of waiting for a process; the launcher notices a dead one
+
+
+def usual_rate(recipe: Recipe, width: int) -> float:
+    """The learning rate where the recipe names none. width: the draft's hidden size.
+
+    The rate of new weights falls with the width, because a step of Adam changes a layer's outputs
+    by the rate times the number of inputs (arXiv 2203.03466). At 1,536 the best rates were even
+    lower than that, so the exponent is 2.
+    """
+    new, trained = NEW_RATES[recipe.use_peft], TRAINED_RATES[recipe.use_peft]
+    if recipe.draft is not None or recipe.kind.trained:
+        return trained
+    return max(trained, new * min(1, WIDTH / width) ** 2)
+
+
+def training_config(recipe: Recipe, width: int = WIDTH) -> SFTConfig:
+    """The recipe's SFTConfig. width: the draft's hidden size.
+
+    Raises RecipeError for values that transformers refuses, a tracker that is not installed, and a
+    missing checkpoint.
+    """
+    resumed(recipe)
+    usual = from_first(usual_dtype(recipe.training.get("use_cpu", False)))
+    values: dict[str, Any] = {
+        "learning_rate": usual_rate(recipe, width),
+        "bf16": usual == "bfloat16" and not recipe.training.get("fp16", False),
+        "report_to": "none",
+        "ddp_timeout": WAIT,
+        "save_total_limit": 2,
+    } | recipe.training
+    try:
+        config = SFTConfig(
+            **values,
+            output_dir=str(recipe.folder),
+            gradient_checkpointing=recipe.activation_checkpointing,  # its name since 5.17
+        )
+        SFTTrainer.get_optimizer_cls_and_kwargs(config)  # may need another package
+    except (ValueError, TypeError, ImportError, RuntimeError) as error:
+        gpu = recipe.training.get("use_cpu", False) or torch.accelerator.is_available()
+        reason = str(error) if gpu else f"torch finds no GPU here: {error}"
+        raise RecipeError(
+            f"transformers refuses the recipe ({reason}); correct or remove the key that it names."
+        ) from error
+    here = [str(tracker.value) for tracker in get_available_trackers()]
+    for tracker in config.report_to or ():
+        if tracker not in here:
+            raise RecipeError(
+                f"report_to names {tracker!r}, which is not one of accelerate's trackers that are "
+                f"installed here ({', '.join(here) or 'none'}); install it, or name another."
+            )
+    return config
+
+
+def resumed(recipe: Recipe) -> Path | None:
+    """The checkpoint from which training resumes, or None. All processes must call it.
+
+    Raises RecipeError if it is missing.
+    """
+    asked = recipe.training.get("resume_from_checkpoint")
+    if asked is None:
+        return from_first(last_checkpoint(recipe.folder))
+    if launch_of(Path(asked)) is None:
+        raise RecipeError(
+            f"resume_from_checkpoint is {asked!r}, but this folder is not a complete checkpoint; "
+            "name another, or leave the key out to resume from the last complete one."
+        )
+    return Path(asked)
+
+
+def accelerator_of(config: SFTConfig) -> Accelerator:
+    """The processes of this run as accelerate sees them. The config sets up their state."""
+    state, precision = PartialState(), "bf16" if config.bf16 else "fp16" if config.fp16 else "no"
+    sharded = parse_flag_from_env("ACCELERATE_USE_FSDP")
+    if sharded and state.distributed_type == DistributedType.MULTI_CPU:
+        # accelerate shards only over accelerators. On CPU processes it would use DDP without a
+        # warning. Nothing else depends on this name
+        state.distributed_type = DistributedType.MULTI_GPU
+    accelerator = Accelerator(
+        cpu=config.use_cpu,
+        mixed_precision=precision,
+        log_with=config.report_to or None,
+        project_config=ProjectConfiguration(config.output_dir, f"{config.output_dir}/runs"),
+        # checkpointed activations and unused parameters cannot go together
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(find_unused_parameters=not config.gradient_checkpointing)
+        ],
+    )
+    if accelerator.is_fsdp2 and config.bf16:
+        # accelerate's own policy would sum gradients in bf16, too
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+        accelerator.state.fsdp_plugin.mixed_precision_policy = policy
+    return accelerator
+
+
+def trainable_model(recipe: Recipe, model: Any, new_entries: bool) -> Any:
+    """The model with its frozen parts and adapters.
+
+    An input embedding that is not tied to the head is frozen, unless it has new entries; then LoRA
+    also trains embedding and head in full.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = embedding is not None and head.weight is embedding.weight
+    if embedding is not None and not tied and not new_entries:
+        embedding.weight.requires_grad_(False)
+    if not recipe.use_peft:
+        return model
+    # on all linear layers, because queries and values alone have too few weights; not on the
+    # head, because an adapter on a head that is tied to the embedding is merged wrongly
+    adapters = LoraConfig(
+        r=recipe.lora_r,
+        lora_alpha=recipe.lora_alpha,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    if new_entries:
+        whole = [embedding] if tied else [embedding, head]
+        adapters.modules_to_save = [names[part] for part in whole]
+        adapters.ensure_weight_tying = tied
+    if modules := recipe.kind.added_modules:
+        adapters.modules_to_save = [*(adapters.modules_to_save or []), *modules]
+    torch.manual_seed(recipe.seed)  # all processes make the same adapters
+    return get_peft_model(model, adapters)
+
+
+def optimizer_of(config: SFTConfig, model: nn.Module, fitted: tuple[str, ...]) -> Any:
+    """The recipe's optimiser. Norms and biases have no weight decay.
+
+    fitted: beginnings of the names of least-squares-initialised weights. They get a lower learning
+    rate, because the full rate destroys the initialisation.
+    """
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            decay = config.weight_decay if p.dim() > 1 else 0.0
+            rate = config.learning_rate * (SLOW_RATE if fitted and name.startswith(fitted) else 1)
+            groups.setdefault((decay, rate), []).append(p)
+    made, arguments = SFTTrainer.get_optimizer_cls_and_kwargs(config)
+    parameters = [
+        {"params": members, "weight_decay": decay, "lr": rate}
+        for (decay, rate), members in groups.items()
+    ]
+    return made(parameters, **arguments)
