@@ -1,11 +1,17 @@
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, Gemma3TextConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from align.sources import load_config
-from distill.export import for_older_transformers
+from distill.drafters.kind import Draft
+from distill.export import export_draft, for_older_transformers
+from distill.trainer import distil
+from tests.distill.conftest import made_answers, plain_recipe
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -67,3 +73,22 @@ def test_the_layers_of_a_draft_in_the_layout_of_speculators_too(tmp_path):
     shape = json.loads((tmp_path / "config.json").read_text())["transformer_layer_config"]
     assert (shape["rope_theta"], shape["rope_scaling"]) == (500_000.0, None)
     assert shape["rope_parameters"] == layers.rope_parameters
+
+
+@pytest.mark.parametrize("draft", ["a sibling", None])
+def test_trained_adapters_are_saved_in_the_dtype_of_the_recipe(
+    draft, tmp_path, tiny_llama, plain_trainer
+):
+    keys = {"use_peft": True, "lora_r": 4, "max_steps": 2, "dtype": "bfloat16", "draft": draft}
+    recipe, model = plain_recipe(tmp_path, **keys), tiny_llama(vocab_size=50, pad_token_id=0)
+    trained = distil(plain_trainer(recipe, model, made_answers()))
+    expected = {name: weight.bfloat16() for name, weight in trained.state_dict().items()}
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0})))
+    pair = SimpleNamespace(target=SimpleNamespace(tokenizer=words))
+    export_draft(recipe, pair, Draft(model, None), trained, made_answers())
+    for folder in ("draft", "draft/compact") if draft is None else ("draft",):
+        saved = load_file(tmp_path / folder / "model.safetensors")
+        assert saved.keys() >= expected.keys() - {"model.embed_tokens.weight"}
+        for name, weight in saved.items():
+            assert weight.dtype == torch.bfloat16
+            assert torch.equal(weight, expected[name])

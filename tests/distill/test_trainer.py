@@ -24,7 +24,7 @@ from distill.prefetch import AHEAD, Prefetcher
 from distill.recipe import RecipeError, build_recipe
 from distill.teacher.store import Answers
 from distill.trainer import distil
-from distill.training_config import training_config
+from distill.training_config import trainable_model, training_config
 from distill.training_set import TrainingSet
 from tests.distill.conftest import made_answers, plain_recipe, stored
 
@@ -152,6 +152,17 @@ def test_lora_trains_the_new_rows_of_a_transplant_as_well(
     read = torch.cat([torch.cat([a.prompt_ids, a.response_ids[:-1]]) for a in made_answers()])
     assert (moved[read.unique()] > 0).all()
     assert not tuned.lm_head.weight.equal(model().lm_head.weight)
+
+
+def test_adapters_are_scaled_by_alpha_over_their_rank(tmp_path, tiny_model):
+    recipe = recipe_in(tmp_path, use_peft=True, lora_r=4, lora_alpha=24)
+    model = trainable_model(recipe, tiny_model(), new_entries=False)
+    adapted = model.get_base_model().model.layers[0].mlp.up_proj
+    down, up = adapted.lora_A["default"].weight, adapted.lora_B["default"].weight
+    torch.nn.init.normal_(up)
+    expected = tiny_model().model.layers[0].mlp.up_proj.weight + 6 * up @ down
+    merged = model.merge_and_unload().model.layers[0].mlp.up_proj.weight
+    torch.testing.assert_close(merged, expected)
 
 
 @pytest.mark.parametrize("use_peft", [False, True])

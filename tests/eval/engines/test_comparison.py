@@ -17,7 +17,7 @@ from eval.engines.comparison import (
     take_turns,
     there_and_back,
 )
-from eval.engines.load import timed_pass
+from eval.engines.load import passes, timed_pass
 from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer
 from eval.prompts import Prompt, PromptSet
@@ -82,6 +82,9 @@ def test_each_start_decodes_all_prompts_and_its_passes(fake, order, times):
         assert lengths.count(20) == 4 * times + 2 * (2 + 10 + 2)  # 2 passes
         at_load = lengths[lengths.index(WARM_UP) :]
         assert at_load[:6] == [WARM_UP] * 2 + [20] * 4  # a server's first batches compile kernels
+    expected = dict(enumerate(passes(Load(concurrency=2), PROMPTS.prompts, GREEDY.seed)))
+    for contender in comparison.contenders:
+        assert {i: done.asked for i, done in contender.passes.items()} == expected
     for length, draft in enumerate(comparison.drafting, 2):
         assert comparison.failures(draft) == []
         assert comparison.divergent(draft) == []
