@@ -36,6 +36,10 @@ from eval.prompts import Prompt, chat_request, json_schema
 PROGRAM = "DRAFTSMITH_LLAMA_SERVER"  # the environment variable that names a llama-server
 DRAFT_KIND = "q8_0"  # GGUF type of drafts (docs/engines.md)
 LOST = -1  # the id of a token that the stream did not name
+# Lengths of n-gram speculation: tokens that match, and tokens drafted then. llama.cpp's own, 12 and
+# 48, seldom match and verify more than is accepted (docs/engines.md).
+NGRAM, NGRAM_DRAFT = 3, 6
+BACKEND_SAMPLING = "--no-spec-draft-backend-sampling"  # else the whole vocabulary is sorted
 STRIDE = 4  # tokens in a forward that reads an output again, as many as a step verifies
 # Sampling that the server would take from its own defaults.
 PLAIN = {
@@ -174,15 +178,22 @@ def environment_of(program: Path) -> dict[str, str]:
     return {**os.environ, "LD_LIBRARY_PATH": libraries.rstrip(os.pathsep)}
 
 
+def printed(program: Path, argument: str) -> str:
+    """What a llama-server prints with this argument."""
+    command, variables = [str(program), argument], environment_of(program)
+    return subprocess.run(
+        command, env=variables, capture_output=True, text=True, check=False
+    ).stdout
+
+
 def devices(program: Path, arguments: Sequence[str]) -> list[tuple[str, str]]:
     """The GPUs that a llama-server with these arguments uses, as (id, model name)."""
     given = {name: os.environ.get(f"LLAMA_ARG_{name}", "") for name in ("DEVICE", "N_GPU_LAYERS")}
     wanted = option(arguments, given["DEVICE"], "--device", "-dev").split(",")
     names = "--n-gpu-layers", "--gpu-layers", "-ngl"
     layers = option(arguments, given["N_GPU_LAYERS"], *names)
-    command, variables = [str(program), "--list-devices"], environment_of(program)
-    listed = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    gpus = re.findall(r"^ +(\w+): (.+) \([1-9]\d* MiB", listed.stdout, re.M)  # BLAS has 0 MiB
+    listed = printed(program, "--list-devices")
+    gpus = re.findall(r"^ +(\w+): (.+) \([1-9]\d* MiB", listed, re.M)  # BLAS has 0 MiB
     return [gpu for gpu in gpus if layers != "0" and (wanted == [""] or gpu[0] in wanted)]
 
 
@@ -214,6 +225,8 @@ class LlamaServers(Servers):
         self.arguments += ["--parallel", str(self.slots), *self.given]
         found = devices(program, self.given)
         self.device = re.sub(r"\d", "", found[0][0]).lower() if found else "cpu"
+        told = self.device == "cpu" and BACKEND_SAMPLING in printed(program, "--help")
+        self.sampling = [BACKEND_SAMPLING] * told
         counts = Counter(name for _, name in found)
         gpus = [f"{count} x {name}" if count > 1 else name for name, count in counts.items()]
         self.hardware = ", ".join(gpus) or cpu_model()
@@ -225,8 +238,10 @@ class LlamaServers(Servers):
         return int(gguf_value(target, "ARCH.context_length"))
 
     def lengths(self, draft: str, gammas: Sequence[int]) -> Sequence[int]:
-        """n-grams alone have the server's own lengths, because a match costs no draft step."""
-        return [0] if draft == LOOKUP else super().lengths(draft, gammas)
+        """n-grams alone have one length, because a match costs no draft step."""
+        if draft == LOOKUP:
+            return [option(self.given, NGRAM_DRAFT, "--spec-ngram-simple-size-m")]
+        return super().lengths(draft, gammas)
 
     def longest_draft(self, draft: str) -> int | None:
         file, architecture = self.files.get(draft, (None, None))
@@ -239,8 +254,8 @@ class LlamaServers(Servers):
         """As in Servers; checkpoints are named as GGUF files, which `align.to_gguf` writes."""
         spec, (_, architecture) = draft.removeprefix(LOOKUP_FIRST), self.files.get(draft, ("", ""))
         model = None if draft == LOOKUP else (as_gguf(spec), architecture)
-        words = ["llama-server", "--model", str(as_gguf(self.target)), *self.given]
-        return [*words, *drafting(draft, model, gamma)]
+        words = ["llama-server", "--model", str(as_gguf(self.target))]
+        return [*words, *drafting(draft, model, gamma, self.sampling), *self.given]
 
     @contextmanager
     def serve(
@@ -248,8 +263,10 @@ class LlamaServers(Servers):
     ) -> Iterator[str]:
         program = llama_server()
         command = [str(program), "--model", str(self.model), "--alias", "target"]
-        command += ["--metrics", "--offline", *self.arguments]
-        command += drafting(draft, self.files.get(draft), gamma) if draft else []
+        command += ["--metrics", "--offline"]
+        if draft:
+            command += drafting(draft, self.files.get(draft), gamma, self.sampling)
+        command += self.arguments
         with served_here("llama-server", command, environment_of(program)) as address:
             yield address
 
@@ -270,17 +287,24 @@ def as_gguf(spec: str) -> Path:
     return resolve_file(spec) if gguf_kind(spec) else Path(f"{Path(spec).name}.gguf")
 
 
-def drafting(draft: str, model: tuple[Path, str] | None, gamma: int) -> list[str]:
-    """The arguments with which a llama-server drafts; n-grams have the server's own lengths.
+def drafting(
+    draft: str, model: tuple[Path, str] | None, gamma: int, sampling: Sequence[str]
+) -> list[str]:
+    """The arguments with which a llama-server drafts.
 
     draft: prompt-lookup, a spec, or lookup-first:SPEC. model: the GGUF file of the spec's model,
-    and its architecture. gamma: the model's draft length.
+    and its architecture. gamma: the model's draft length; that of n-grams is NGRAM_DRAFT.
+    sampling: more arguments of a model.
     """
-    kinds = ["ngram-simple"] * draft.startswith((LOOKUP, LOOKUP_FIRST))
-    if model is None:
-        return ["--spec-type", *kinds]
-    file, architecture = model
-    kinds.append("draft-dflash" if architecture == DFLASH else "draft-simple")
-    arguments = ["--spec-type", ",".join(kinds), "--model-draft", str(file)]
-    # drafts have a fixed length, as in other engines
-    return [*arguments, "--spec-draft-n-max", str(gamma), "--spec-draft-p-min", "0"]
+    kinds, arguments = list[str](), list[str]()
+    if draft.startswith((LOOKUP, LOOKUP_FIRST)):
+        kinds.append("ngram-simple")
+        arguments += ["--spec-ngram-simple-size-n", str(NGRAM)]
+        arguments += ["--spec-ngram-simple-size-m", str(NGRAM_DRAFT)]
+    if model is not None:
+        file, architecture = model
+        kinds.append("draft-dflash" if architecture == DFLASH else "draft-simple")
+        # drafts have a fixed length, as in other engines
+        arguments += ["--model-draft", str(file), *sampling]
+        arguments += ["--spec-draft-n-max", str(gamma), "--spec-draft-p-min", "0"]
+    return ["--spec-type", ",".join(kinds), *arguments]

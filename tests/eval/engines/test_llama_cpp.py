@@ -13,7 +13,14 @@ from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
 from eval.engines import llama_cpp
 from eval.engines.comparison import Task
-from eval.engines.llama_cpp import PROGRAM, LlamaServer, LlamaServers, drafting, llama_server
+from eval.engines.llama_cpp import (
+    BACKEND_SAMPLING,
+    PROGRAM,
+    LlamaServer,
+    LlamaServers,
+    drafting,
+    llama_server,
+)
 from eval.engines.served import measure_servers, measure_started
 from eval.engines.server import ServerError
 from eval.measuring.environment import cpu_model
@@ -102,9 +109,12 @@ def test_an_output_that_another_request_changed(fake):
     ],
 )
 def test_n_grams_a_draft_or_both(draft, architecture, kinds):
-    said = drafting(draft, architecture and ("d.gguf", architecture), 2)
+    said = drafting(draft, architecture and ("d.gguf", architecture), 2, ["--no-sampling"])
     assert said[:2] == ["--spec-type", kinds]
-    assert ("--model-draft" in said) == ("--spec-draft-n-max" in said) == bool(architecture)
+    of_a_model = {"--model-draft", "--spec-draft-n-max", "--no-sampling"}
+    assert of_a_model & {*said} == (of_a_model if architecture else set())
+    of_n_grams = ["--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "6"]
+    assert said[2:6] == of_n_grams or "ngram" not in kinds
 
 
 @pytest.fixture
@@ -112,7 +122,8 @@ def program(tmp_path, monkeypatch):
     """The path of a llama-server that lists two GPUs; it is never started."""
     path = tmp_path / "bin" / "llama-server"
     path.parent.mkdir()
-    path.write_text(f"#!/bin/sh\ncat <<'END'\n{GPUS}END\n")
+    helped = f"case $1 in --help) echo {BACKEND_SAMPLING};; esac"
+    path.write_text(f"#!/bin/sh\n{helped}\ncat <<'END'\n{GPUS}END\n")
     path.chmod(0o755)
     monkeypatch.setenv(PROGRAM, str(path))
     return path
@@ -159,6 +170,7 @@ def test_the_hardware_is_the_servers(
     target, scratch = str(tmp_path / "target"), tmp_path / "scratch"
     servers = LlamaServers(target, ["prompt-lookup"], scratch, 9, 1, given.split())
     assert (servers.device, servers.hardware) == (device, hardware)
+    assert servers.sampling == [BACKEND_SAMPLING] * (device == "cpu")
 
 
 def unknown_to_transformers(path, template=None):
@@ -213,16 +225,13 @@ def test_checkpoints_are_written_for_a_server(tmp_path, monkeypatch, program, st
     task = Task(PromptSet("", PROMPTS, [[1, 2, 3]] * 2), GREEDY)
     report = measure_started(LlamaServers, str(tmp_path / "target"), drafts, [1, 8], task)
     lengths = {name: draft.gamma for name, draft in report.drafts.items()}
-    assert lengths == {"lookup": None} | {
+    assert lengths == {"lookup, gamma 6": 6} | {
         f"{name}, gamma {gamma}": gamma
         for name, lengths in {"own": (1, 8), "both": (1, 8), "dflash": (1, 3)}.items()
         for gamma in lengths
     }
     policies = {name: draft.gamma_policy for name, draft in report.drafts.items()}
-    assert (policies.pop("lookup"), policies.pop("dflash, gamma 3")) == (
-        "of the server",
-        AT_LONGEST,
-    )
+    assert policies.pop("dflash, gamma 3") == AT_LONGEST
     assert {*policies.values()} == {"fixed"}
     assert "none/no" in report.provenance["failures"]
     assert (report.dtype, len(commands)) == ("float32", 16)
@@ -238,6 +247,17 @@ def test_checkpoints_are_written_for_a_server(tmp_path, monkeypatch, program, st
         *["llama-server", "--model", "target.gguf", *drafting],
         *["--spec-draft-n-max", "8", "--spec-draft-p-min", "0"],
     ]
+
+
+def test_a_users_arguments_have_priority(tmp_path, program):
+    save_sibling(tmp_path / "target", LARGE, 1)
+    (tmp_path / "scratch").mkdir()
+    given = ["--spec-ngram-simple-size-m", "12"]
+    target = str(tmp_path / "target")
+    servers = LlamaServers(target, ["prompt-lookup"], tmp_path / "scratch", 9, 1, given)
+    [length] = servers.lengths("prompt-lookup", [1, 8])
+    assert length == 12
+    assert servers.command("prompt-lookup", length, None)[-2:] == given
 
 
 def test_a_written_dflash_draft_whose_mask_is_no_token_of_the_target(tmp_path, program):
