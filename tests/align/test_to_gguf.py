@@ -21,6 +21,7 @@ from align.sources import SourceError, gguf_kind, load_model, load_tokenizer
 from align.to_gguf import _GPT2, _LLAMA3, KINDS, main, write_gguf
 from tests.align.conftest import STRINGS
 from tests.dflash import save_published
+from tests.eagle3 import PublishedEagle3
 
 SHAPE = {
     "vocab_size": 448,  # 28 rows more than the tokenizer has tokens
@@ -381,6 +382,98 @@ def test_a_dflash_draft_with_a_trimmed_head_or_without_its_target(dflash, tmp_pa
     other = save_published(tmp_path / "other", SHAPE | {"head_dim": 16}, [0], torch.arange(9))
     with pytest.raises(UserError, match="speculators"):
         write_gguf(other, tmp_path / "draft.gguf", "f16", target)
+
+
+@pytest.fixture
+def eagle3(checkpoint, tmp_path):
+    """Writes a published EAGLE-3 draft, and the GGUF file of its target: eagle3(layout)."""
+    config = FAMILIES["llama"]()
+    config.num_hidden_layers = 8
+    write_gguf(checkpoint(config), tmp_path / "target.gguf", "f16")
+
+    def make(layout, head=9, read=(2, 4, 5), **shape):
+        sizes = SHAPE | {"head_dim": 16, "num_hidden_layers": 1} | shape
+        draft = PublishedEagle3(layout, sizes, read, torch.arange(head) * (448 // head))
+        return draft.save(tmp_path / layout), tmp_path / "target.gguf"
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("layout", "before_residual"),
+    [("speculators", True), ("EAGLE", False), ("EAGLE, by its authors", False)],
+)
+def test_an_eagle_3_draft_with_a_trimmed_head(layout, before_residual, eagle3, tmp_path):
+    draft, target = eagle3(layout)
+    assert write_gguf(draft, tmp_path / "draft.gguf", "f32", target) == "eagle3"
+    written, of_target = fields(tmp_path / "draft.gguf"), fields(target)
+    assert written["eagle3.target_layers"] == [2, 4, 5]
+    assert written["eagle3.target_hidden_size"] == written["eagle3.embedding_length"] == 64
+    assert (written["eagle3.block_count"], written["eagle3.vocab_size"]) == (1, 448)
+    assert written["eagle3.norm_before_residual"] == before_residual
+    assert written["eagle3.norm_before_fc"] is False
+    assert written["eagle3.rope.freq_base"] == 5000
+    words = {name for name in of_target if name.startswith("tokenizer.")}
+    assert all(written[name] == of_target[name] for name in words)
+    parts = gguf.GGUFReader(tmp_path / "draft.gguf").tensors
+    tensors = {part.name: torch.from_numpy(part.data.copy()) for part in parts}
+    assert torch.equal(tensors.pop("d2t"), torch.arange(9) * 49), "target ids, not differences"
+    own = load_file(draft / "model.safetensors")
+    first = "layers.0" if layout == "speculators" else "midlayer"
+    names = {
+        "fc": "fc",
+        "output": "lm_head",
+        "output_norm": "norm",
+        "blk.0.attn_norm": f"{first}.input_layernorm",
+        "blk.0.attn_norm_2": f"{first}.hidden_norm",
+        "blk.0.attn_v": f"{first}.self_attn.v_proj",
+        "blk.0.attn_output": f"{first}.self_attn.o_proj",
+        "blk.0.ffn_norm": f"{first}.post_attention_layernorm",
+        **{f"blk.0.ffn_{part}": f"{first}.mlp.{part}_proj" for part in ("gate", "up", "down")},
+    }
+    for name, theirs in names.items():
+        assert torch.equal(tensors.pop(f"{name}.weight"), own[f"{theirs}.weight"])
+    # rows i and i + 8 of a head of 16 are turned together, and are neighbours in llama.cpp
+    order = torch.stack([torch.arange(8), torch.arange(8) + 8], 1).flatten()
+    for kind, heads in (("q", 4), ("k", 2)):
+        rows = own[f"{first}.self_attn.{kind}_proj.weight"].view(heads, 16, 128)[:, order]
+        assert torch.equal(tensors.pop(f"blk.0.attn_{kind}.weight"), rows.flatten(0, 1))
+    assert not tensors
+
+
+def test_a_whole_head_and_an_embedding_of_its_own(eagle3, tmp_path):
+    draft, target = eagle3("speculators", head=448)
+    tensors = load_file(draft / "model.safetensors")
+    save_file(tensors | {"embed_tokens.weight": torch.ones(448, 64)}, draft / "model.safetensors")
+    write_gguf(draft, tmp_path / "draft.gguf", "q8_0", target)
+    made = kinds(tmp_path / "draft.gguf")
+    assert "d2t" not in made
+    assert made["token_embd.weight"] == made["output.weight"] == made["fc.weight"] == "Q8_0"
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "message"),
+    [
+        ("speculators, by default since 2026", {}, "norm_output, sliding_attention"),
+        ("speculators, Qwen3 layers", {}, r"fc_norm\.0\.weight, .*layers\.1.*q_norm"),
+        ("EAGLE 3.1", {}, r"fc_norm\.0\.weight"),
+        ("speculators", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "has linear,"),
+        ("speculators", {"read": (3,)}, "1 hidden states"),
+        ("speculators", {"read": (2, 4, 8)}, "up to layer 8"),
+        ("speculators", {"vocab_size": 512}, "drafts 512 tokens"),
+    ],
+)
+def test_an_eagle_3_draft_that_cannot_be_written(layout, changes, message, eagle3, tmp_path):
+    draft, target = eagle3(layout, **changes)
+    with pytest.raises(UserError, match=message):
+        write_gguf(draft, tmp_path / "draft.gguf", "f16", target)
+
+
+def test_targets_whose_states_llama_cpp_does_not_keep(checkpoint, eagle3, dflash, tmp_path):
+    write_gguf(checkpoint(FAMILIES["qwen2"]()), tmp_path / "qwen2.gguf", "f16")
+    for draft in (eagle3("speculators")[0], dflash[0]):
+        with pytest.raises(UserError, match="qwen2"):
+            write_gguf(draft, tmp_path / "draft.gguf", "f16", tmp_path / "qwen2.gguf")
 
 
 def test_the_command(checkpoint, tmp_path, capsys):

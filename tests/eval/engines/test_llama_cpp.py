@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from gguf import GGUFWriter, LlamaFileType
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from align.errors import UserError
 from align.machine import cores
@@ -28,7 +29,7 @@ from eval.measuring.runs import AT_LONGEST
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.fields import read_report
 from eval.run import main
-from tests.dflash import save_published
+from tests.dflash import SIZES, save_published
 from tests.fake_vllm import TEXT
 from tests.siblings import LARGE, SMALL, save_sibling
 
@@ -104,6 +105,7 @@ def test_an_output_that_another_request_changed(fake):
         ("prompt-lookup", None, "ngram-simple"),
         ("D", "llama", "draft-simple"),
         ("D", "dflash", "draft-dflash"),
+        ("D", "eagle3", "draft-eagle3"),
         ("lookup-first:D", "qwen3", "ngram-simple,draft-simple"),
         ("lookup-first:D", "dflash", "ngram-simple,draft-dflash"),
     ],
@@ -271,6 +273,22 @@ def test_a_written_dflash_draft_whose_mask_is_no_token_of_the_target(tmp_path, p
         target = str(tmp_path / f"{name}.gguf")
         servers = LlamaServers(target, [written], tmp_path / "scratch", 9, 1, [])
         assert ("mask token" in servers.unreadable.get(written, "")) == (name == "small")
+
+
+def test_a_target_whose_states_no_draft_gets(tmp_path, program):
+    """A llama-server aborts at the first request with such a pair, so none is started."""
+    save_sibling(tmp_path / "model", LARGE, 1)
+    write_gguf(tmp_path / "model", tmp_path / "target.gguf", "f16")
+    shape = read_json(tmp_path / "model" / "config.json")
+    draft, written = save_published(tmp_path / "draft", shape, [0]), str(tmp_path / "draft.gguf")
+    write_gguf(draft, Path(written), "f16", tmp_path / "target.gguf")
+    model = Qwen2ForCausalLM(Qwen2Config(**{key: shape[key] for key in SIZES}))
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "scratch").mkdir()
+    drafts = [str(draft), written, f"lookup-first:{written}", str(tmp_path / "model")]
+    servers = LlamaServers(str(tmp_path / "model"), drafts, tmp_path / "scratch", 9, 1, [])
+    assert {*servers.unreadable} == {*drafts[:3]}
+    assert all("qwen2" in reason for reason in servers.unreadable.values())
 
 
 def test_the_program_is_looked_for(tmp_path, monkeypatch):
