@@ -5,6 +5,7 @@ Names of options and fields are those of llama.cpp's tools/server/README.md (bui
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,7 @@ LOST = -1  # the id of a token that the stream did not name
 NGRAM, NGRAM_DRAFT = 3, 6
 BACKEND_SAMPLING = "--no-spec-draft-backend-sampling"  # else the whole vocabulary is sorted
 STRIDE = 4  # tokens in a forward that reads an output again, as many as a step verifies
+VERIFIED, ROUNDS = (2, 4, 8), 5  # tokens whose verification is timed, and how often
 # Sampling that the server would take from its own defaults.
 PLAIN = {
     "min_p": 0.0,
@@ -127,6 +130,20 @@ class LlamaServer(EngineServer):
 
     def logprob(self, output: Output) -> str:
         return "llama-server has no log-probabilities of given tokens"
+
+    def verify_costs(self, ids: list[int]) -> dict[int, float] | None:
+        """As in EngineServer: new tokens behind a prefix in the cache, with one token's logits."""
+        prefix, tokens = ids[: len(ids) // 2 + 1], itertools.count(10)  # no token is sent twice
+        times = {count: list[float]() for count in (1, *VERIFIED)}
+        for _ in range(ROUNDS):
+            for count, milliseconds in times.items():
+                body = PLAIN | {"prompt": prefix + [next(tokens)] * count, "n_predict": 1}
+                told = self.ask("/completion", body | {"cache_prompt": True})["timings"]
+                if told["prompt_n"] == count:  # else the prefix was read, too
+                    milliseconds.append(told["prompt_ms"])
+        if not all(times.values()):
+            return None
+        return {count: round(median(times[count]) / median(times[1]), 2) for count in VERIFIED}
 
     def written(self, prompt: list[int], count: int) -> tuple[list[int], list[Logprobs]]:
         return self._asked(prompt, count, cached=False)

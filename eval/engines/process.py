@@ -118,7 +118,7 @@ def _last_words(server: subprocess.Popen[bytes], log: int) -> str:
     """The server's exit status, if it ended, and the last errors (else lines) of its log."""
     size = os.fstat(log).st_size
     said = os.pread(log, size, 0).decode("utf-8", "replace").splitlines()
-    errors = [line.strip() for line in said if re.search("[Ee]rror:", line)]
+    errors = [line.strip() for line in said if re.search(r"[Ee]rror:|_ASSERT\(", line)]
     reasons = [line for line in errors if "WARNING" not in line]
     status = server.poll()
     ending = "did not answer" if status is None else f"ended with status {status}"

@@ -201,8 +201,11 @@ def measure_started(
                 machine["engine_version"] = server.version
                 if servers.runner:
                     machine.setdefault("runners", {})[name] = servers.runner
-                if idle([_warm_up(server, task)]) and draft not in N_GRAMS | {""}:
+                output = _warm_up(server, task)
+                if idle([output]) and draft not in N_GRAMS | {""}:
                     raise ServerError(IDLE)
+                if not draft and not machine.get("verify_costs"):
+                    machine["verify_costs"] = server.verify_costs(output.prompt_ids)
                 yield server
 
         # every draft at its longest comes last, in the order given; the last one decides

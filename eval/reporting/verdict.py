@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
+
 from align.errors import abridged
 from eval.decoding.drafters import LOOKUP
 from eval.measuring.intervals import Measured
@@ -127,7 +129,8 @@ def verdict(report: Report) -> str:
                 "interval."
             )
         at = f" {together(loads)}" if loads[1:] else ""
-        return f"{start}No draft is shown to be faster than the target alone{at} in {engine}."
+        alone = f"No draft is shown to be faster than the target alone{at} in {engine}."
+        return f"{start}{alone}{_too_costly(report)}"
     if loads[1:] or found.slow:
         return f"{start}{_by_load(report, found)} Higher loads: not measured. Measured in {engine}."
     name = found.served[ONE_AT_A_TIME]
@@ -139,6 +142,7 @@ def verdict(report: Report) -> str:
         alone = "; no draft is shown to be faster than this" if len(report.drafts) > 1 else ""
     if report.engine != REFERENCE:
         later = "".join(f" First token: {change}." for change in first_tokens(draft).values())
+        later = _too_costly(report) + later
         return (
             f"{start}Serve {shown} for one request at a time: {times(draft.speedup)}, measured in "
             f"{engine}{alone}.{later} Several at a time were not measured; add --concurrency 4,8."
@@ -147,6 +151,22 @@ def verdict(report: Report) -> str:
         f"{start}Test {shown} in your engine: {times(draft.speedup)}, measured in {engine} (no "
         f"server, one request at a time){alone}."
     )
+
+
+def _too_costly(report: Report) -> str:
+    """That verifying alone costs more than the draft models gain, where this is known."""
+    costs = report.environment.verify_costs
+    gains = {}
+    for name, draft in report.drafts.items():
+        if costs and draft.counters and draft.gamma and draft.serves_alone and draft.path != LOOKUP:
+            cost = float(np.interp(draft.gamma + 1, [1, *costs], [1, *costs.values()]))
+            tokens = draft.counters.mean_acceptance_length.mean
+            gains[tokens / cost] = (
+                f" No draft model can gain here: verifying {draft.gamma + 1} tokens costs at least "
+                f"{cost:.1f} plain steps, and a step emits {tokens:.1f} tokens "
+                f"({label(name_and_length(name)[0])})."
+            )
+    return gains[max(gains)] if gains and max(gains) < 1 else ""
 
 
 def _by_load(report: Report, found: Recommendation) -> str:

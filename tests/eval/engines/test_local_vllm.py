@@ -38,6 +38,9 @@ arguments = sys.argv[1:]
 if "refused" in arguments:
     print("WARNING few files: this can cause errors like OSError: too many open files", flush=True)
     sys.exit("ValueError: draft and target have different vocabularies")
+if "aborted" in arguments:
+    print("graph.cpp:9: GGML_ASSERT(x != nullptr) failed\\n#13 in ?? ()\\n[detached]", flush=True)
+    os.abort()
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
@@ -215,6 +218,12 @@ def test_a_server_that_refuses(tmp_path, log):
     ):
         pass
     assert log is None or "draft and target" in log_file.read_text()
+
+
+def test_a_server_that_aborts_by_an_assertion():
+    match = r"ended with status -6 \(graph\.cpp:9: GGML_ASSERT"
+    with pytest.raises(ServerError, match=match), serve_vllm("T", "aborted"):
+        pass
 
 
 def test_a_server_that_is_never_ready(monkeypatch):
