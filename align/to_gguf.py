@@ -82,7 +82,7 @@ EAGLE3_NAMES = {
     "d2t": "d2t",
 }
 EAGLE3_STATES = "eagle_aux_hidden_state_layer_ids"  # config.json's key of the states it reads
-# Targets whose states llama.cpp does not keep: it aborts at the first request (Qwen2 seen in b10434, b11549).
+# Targets whose states llama.cpp does not keep: it aborts at the first request (b10434 and b11549).
 STATELESS = ("qwen2", "gemma3", "phi3")
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
