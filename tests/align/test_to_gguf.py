@@ -354,9 +354,13 @@ def test_a_dflash_draft_has_its_targets_tokenizer(dflash, tmp_path):
     [
         ({"layer_types": ["full_attention", "sliding_attention"]}, "has sliding_attention,"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "has linear,"),
-        ({"dflash_config": {"target_layer_ids": [0], "causal": True}}, "has causal,"),
-        ({"dflash_config": {"target_layer_ids": [1]}}, "up to layer 2"),
-        ({"dflash_config": {"mask_token_id": 0}}, "without target_layer_ids"),
+        (
+            {"dflash_config": {"target_layer_ids": [0], "mask_token_id": 9, "causal": True}},
+            "has causal,",
+        ),
+        ({"dflash_config": {"target_layer_ids": [1], "mask_token_id": 9}}, "up to layer 2"),
+        ({"dflash_config": {"mask_token_id": 0}}, "no target_layer_ids"),
+        ({"dflash_config": {"target_layer_ids": [0]}}, "no mask_token_id"),
         ({"hidden_size": 96}, "states of 96 numbers"),
         ({"vocab_size": 512}, "drafts 512 tokens"),
         ({"dflash_config": {"target_layer_ids": [0], "mask_token_id": 448}}, "has mask token 448"),
