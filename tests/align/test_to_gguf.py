@@ -449,7 +449,11 @@ def test_a_whole_head_and_an_embedding_of_its_own(eagle3, tmp_path):
     draft, target = eagle3("speculators", head=448)
     tensors = load_file(draft / "model.safetensors")
     save_file(tensors | {"embed_tokens.weight": torch.ones(448, 64)}, draft / "model.safetensors")
+    about = json.loads((draft / "config.json").read_text())
+    del about["norm_before_residual"]
+    (draft / "config.json").write_text(json.dumps(about))
     write_gguf(draft, tmp_path / "draft.gguf", "q8_0", target)
+    assert fields(tmp_path / "draft.gguf")["eagle3.norm_before_residual"], "speculators' default"
     made = kinds(tmp_path / "draft.gguf")
     assert "d2t" not in made
     assert made["token_embd.weight"] == made["output.weight"] == made["fc.weight"] == "Q8_0"
