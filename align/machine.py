@@ -122,14 +122,23 @@ def use_machine(processes: int = 1) -> None:
     oneDNN caches kernels for the last 1,024 shapes of a product. Batches of all lengths fill this
     cache with 0.6 GB, though few shapes occur again (docs/lab-notes.md). It also keeps 0.3 MB per
     shape, which no setting changes: therefore training uses few shapes (`losses.rounded`).
+    oneDNN divides a product among the threads that it asks for. If OpenMP grants fewer, the other
+    parts are never written, without an error (findings/).
     cuDNN's attention, which torch prefers on an H100, builds a plan for each new shape. This takes
     0.4 seconds (github.com/modelscope/FunASR/issues/3704), and each decoded token is a new shape.
-    processes: the number of processes on this machine.
+    processes: the number of processes on this machine. Raises UserError if OpenMP may grant fewer
+    threads than it is asked for.
     """
+    if os.environ.get("OMP_DYNAMIC", "").strip().lower() in ("true", "1"):
+        raise UserError(
+            "OMP_DYNAMIC is true, with which torch's products in bf16 can lack parts without an "
+            "error. Unset it."
+        )
     # MKL and oneDNN read these at their first call; a value that is already set is the user's
     os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
-    torch.set_num_threads(max(1, cores() // processes))
+    granted = get_int_from_env(["OMP_THREAD_LIMIT"], sys.maxsize)
+    torch.set_num_threads(max(1, min(cores() // processes, granted)))
     torch.backends.cuda.enable_cudnn_sdp(False)
     if _GLIBC:
         libc = ctypes.CDLL(None)
@@ -182,8 +191,12 @@ def usual_dtype(on_cpu: bool) -> str:
     """The dtype in which a model computes unless another is given.
 
     On a CPU without bf16 instructions torch computes products of many rows nine times as fast in
-    fp32 (docs/lab-notes.md). Where there is no list of instructions, it has them.
+    fp32 (docs/lab-notes.md). Where there is no list of instructions, it has them. A GPU below
+    compute capability 8 has no bf16: engines compute in fp16 there.
     """
+    if not on_cpu and torch.cuda.is_available():
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return "bfloat16" if native else "float16"
     flags = _read("/proc/cpuinfo") if on_cpu else ""
     return "bfloat16" if not flags or "bf16" in flags else "float32"
 

@@ -114,7 +114,8 @@ class Recipe:
     speed_prompts: Count = _key("most evaluation prompts that are timed", 40)
     tuning_prompts: Count = _key("training prompts set aside to choose the draft length", 8)
     dtype: Literal["bfloat16", "float16", "float32"] = _key(
-        "of target and saved draft; on a CPU without bf16 instructions float32", "bfloat16"
+        "of target and saved draft; without bf16 instructions float32 on a CPU, float16 on a GPU",
+        "bfloat16",
     )
     dry_run: bool = _key("print what the run needs and a draft can gain, then stop", False)
     coverage_curve: bool = _key("print what trimmed heads would lose, then stop", False)

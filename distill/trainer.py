@@ -109,9 +109,9 @@ class DraftTrainer:
         prompts = [name_of(answer.prompt_ids) for answer in held_out]
         cost = FORWARD * sum(self.measured.sizes) / recipe.step_tokens
         self.held_out = HeldOut(recipe.folder, prompts, cost, clock)
-        optimizer = optimizer_of(config, model, recipe.kind.fitted_weights)
-        warmup = config.get_warmup_steps(self.steps)
-        schedule = get_scheduler(config.lr_scheduler_type, optimizer, warmup, self.steps)
+        optimizer = optimizer_of(recipe, config, model)
+        self.warmup = config.get_warmup_steps(self.steps)
+        schedule = get_scheduler(config.lr_scheduler_type, optimizer, self.warmup, self.steps)
         self.rate = schedule.lr_lambdas[0]  # the factor on the learning rates at a position
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.plain: Any = accelerator.unwrap_model(self.model)
@@ -162,8 +162,11 @@ class DraftTrainer:
 
     def train_step(self, batches: Prefetcher) -> None:
         """Fetch, forward, backward, update."""
+        rate = self.rate(self.progress * self.steps)
+        if self.step < self.warmup:  # the time may be ahead of the steps
+            rate = min(rate, self.step / self.warmup)
         for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * self.rate(self.progress * self.steps)
+            group["lr"] = group["initial_lr"] * rate
         # of dropout: the same after an interruption
         torch.manual_seed(hash((self.recipe.seed, self.step, self.accelerator.process_index)))
         loss = torch.zeros_like(self.loss)

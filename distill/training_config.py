@@ -21,6 +21,7 @@ from trl import SFTConfig, SFTTrainer
 
 from align.machine import from_first, usual_dtype
 from distill.checkpoint import last_checkpoint, launch_of
+from distill.drafters.kind import WIDTH
 from distill.recipe import Recipe, RecipeError
 
 # trl and this file use the old name, because transformers 5.17 has it, too
@@ -28,11 +29,11 @@ warnings.filterwarnings(
     "ignore", message="`(is_)?gradient_checkpointing(_enable)?`", category=FutureWarning
 )
 
-# Learning rates where a recipe names none: (full fine-tuning, LoRA). NEW_RATES are for a draft made
-# of a target whose hidden size is WIDTH, TRAINED_RATES for the recipe's `draft` and an MTP head.
-# docs/lab-notes.md has measurements of NEW_RATES; 5e-5 is a careful guess.
-NEW_RATES, TRAINED_RATES, WIDTH = (3e-3, 5e-3), (5e-5, 2e-4), 576
-SLOW_RATE = 1 / 3  # factor on the learning rate of least-squares-initialised weights
+# Learning rates of the recipe's `draft` and an MTP head (careful guesses): full fine-tuning, LoRA
+TRAINED_RATES = (5e-5, 2e-4)
+LORA_RATE = 5e-3  # of a new draft of hidden size WIDTH
+FITTED_SHARE = 0.1  # factor on the rate of least-squares-initialised weights (docs/lab-notes.md)
+WARMUP = 30  # steps: a training of fewer never has the full rate, which would ruin a new draft
 WAIT = 7 * 24 * 3600  # seconds of waiting for a process; the launcher notices a dead one
 
 
@@ -41,12 +42,13 @@ def usual_rate(recipe: Recipe, width: int) -> float:
 
     The rate of new weights falls with the width, because a step of Adam changes a layer's outputs
     by the rate times the number of inputs (arXiv 2203.03466). At 1,536 the best rates were even
-    lower than that, so the exponent is 2.
+    lower than that, so the exponent is 2 (docs/lab-notes.md).
     """
-    new, trained = NEW_RATES[recipe.use_peft], TRAINED_RATES[recipe.use_peft]
-    if recipe.draft is not None or recipe.kind.trained:
+    kind, trained = recipe.kind, TRAINED_RATES[recipe.use_peft]
+    if recipe.draft is not None or kind.trained:
         return trained
-    return max(trained, new * min(1, WIDTH / width) ** 2)
+    new, least = (LORA_RATE, trained) if recipe.use_peft else (kind.rate, kind.least_rate)
+    return max(least, new * min(1, WIDTH / width) ** 2)
 
 
 def training_config(recipe: Recipe, width: int = WIDTH) -> SFTConfig:
@@ -59,7 +61,9 @@ def training_config(recipe: Recipe, width: int = WIDTH) -> SFTConfig:
     usual = from_first(usual_dtype(recipe.training.get("use_cpu", False)))
     values: dict[str, Any] = {
         "learning_rate": usual_rate(recipe, width),
+        "warmup_steps": WARMUP,
         "bf16": usual == "bfloat16" and not recipe.training.get("fp16", False),
+        "fp16": usual == "float16" and not recipe.training.get("bf16", False),
         "report_to": "none",
         "ddp_timeout": WAIT,
         "save_total_limit": 2,
@@ -159,17 +163,19 @@ def trainable_model(recipe: Recipe, model: Any, new_entries: bool) -> Any:
     return get_peft_model(model, adapters)
 
 
-def optimizer_of(config: SFTConfig, model: nn.Module, fitted: tuple[str, ...]) -> Any:
+def optimizer_of(recipe: Recipe, config: SFTConfig, model: nn.Module) -> Any:
     """The recipe's optimiser. Norms and biases have no weight decay.
 
-    fitted: beginnings of the names of least-squares-initialised weights. They get a lower learning
-    rate, because the full rate destroys the initialisation.
+    Least-squares-initialised weights of a new draft get a lower learning rate, because the full
+    rate destroys the initialisation.
     """
+    fitted = recipe.kind.fitted_weights if recipe.draft is None else ()
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
             decay = config.weight_decay if p.dim() > 1 else 0.0
-            rate = config.learning_rate * (SLOW_RATE if fitted and name.startswith(fitted) else 1)
+            share = FITTED_SHARE if name.startswith(fitted) else 1
+            rate = config.learning_rate * share
             groups.setdefault((decay, rate), []).append(p)
     made, arguments = SFTTrainer.get_optimizer_cls_and_kwargs(config)
     parameters = [

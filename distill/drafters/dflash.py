@@ -56,6 +56,7 @@ ANCHORS = 0.25  # share of the response positions that are anchors in a training
 
 
 class DFlash(DraftKind):
+    rate, least_rate = 1e-3, 6e-4  # the latter is that of SpecForge's files, for targets up to 8B
     has_mask = True
     served_states = True
 

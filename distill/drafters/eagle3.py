@@ -61,7 +61,13 @@ RIDGE = 1e-2  # ridge of the fit: its tokens alone determine maps from many stat
 
 
 class Eagle3(DraftKind):
-    fitted_weights = ("lm_head", "model.fc.")
+    rate = 6e-3
+    fitted_weights = (
+        "lm_head",
+        "model.fc.",
+        "model.layers.0.self_attn.o_proj",
+        "model.layers.0.mlp.down_proj",
+    )
     served_states = True
 
     def target_layers(

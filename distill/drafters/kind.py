@@ -25,6 +25,7 @@ from eval.decoding.forward import input_embedding
 from eval.decoding.target import Target
 
 Config = Mapping[str, Any]  # the content of a config.json
+WIDTH = 576  # the hidden size of the drafts that `DraftKind.rate` was found with
 
 
 class TargetEnds(NamedTuple):
@@ -93,17 +94,20 @@ class DraftKind:
     A kind that is made from the target defines `initialise`, `save` and `load`, or is a subclass of
     `Pruned`. made_from: what a draft can be made from. language_model: whether the draft is a
     causal LM, which may have adapters, another tokenizer, a GGUF file; if it is made from the
-    target, it keeps the first num_draft_layers layers. fitted_weights: beginnings of the names of
-    least-squares-initialised weights, which need a lower learning rate. has_mask: whether the draft
-    reads a token that occurs in no text (`Origin.mask`). added_modules: names of the modules that
-    are added to a language model and are trained in full with LoRA, too. targets: types of the
-    targets that a draft is made from. trained: whether the target's checkpoint has a trained base
-    draft. unused: keys of a recipe that must have no value. served_states: whether the target's
-    states may come from a vLLM (served_states.py), which computes quantised and large targets.
+    target, it keeps the first num_draft_layers layers. rate: the usual learning rate of a new draft
+    of hidden size WIDTH, without LoRA; a wider draft has a lower rate, at least least_rate.
+    fitted_weights: beginnings of the names of least-squares-initialised weights, which need a lower
+    rate. has_mask: whether the draft reads a token that occurs in no text (`Origin.mask`).
+    added_modules: names of the modules that are added to a language model and are trained in full
+    with LoRA, too. targets: types of the targets that a draft is made from. trained: whether the
+    target's checkpoint has a trained base draft. unused: keys of a recipe that must have no value.
+    served_states: whether the target's states may come from a vLLM (served_states.py), which
+    computes quantised and large targets.
     """
 
     made_from: tuple[Literal["target", "sibling"], ...] = ("target",)
     language_model = False
+    rate, least_rate = 3e-3, 5e-5
     fitted_weights: tuple[str, ...] = ()
     has_mask = False
     added_modules: tuple[str, ...] = ()

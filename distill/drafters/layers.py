@@ -48,7 +48,8 @@ def normed(norm: Any, x: Tensor) -> Tensor:
     """
     device = x.device.type
     weight = whole(norm.weight)
-    y = F.rms_norm(x, weight.shape, weight, norm.variance_epsilon)
+    # with values and weights of two dtypes torch has no fused kernel, and warns
+    y = F.rms_norm(x.to(weight.dtype), weight.shape, weight, norm.variance_epsilon)
     return y.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else y
 
 

@@ -40,7 +40,7 @@ DEEPER = 0.5  # probability that a position which trains head d trains head d + 
 
 
 class Medusa(DraftKind):
-    fitted_weights = ("blocks", "lm_head")
+    rate = 1e-3  # all weights are fitted
     unused = ("activation_checkpointing",)
     served_states = True
 

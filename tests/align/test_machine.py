@@ -40,6 +40,25 @@ def test_attention_on_a_gpu_needs_no_plan_for_each_shape(monkeypatch):
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
+@pytest.mark.parametrize(("limit", "threads"), [(None, 8), ("3", 3), ("16", 8)])
+def test_it_computes_in_as_many_threads_as_openmp_grants(monkeypatch, limit, threads):
+    counts = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    monkeypatch.setattr(this_machine, "_GLIBC", False)
+    monkeypatch.setattr(this_machine, "cores", lambda: 8)
+    monkeypatch.delenv("OMP_THREAD_LIMIT", raising=False)
+    if limit:
+        monkeypatch.setenv("OMP_THREAD_LIMIT", limit)
+    this_machine.use_machine()
+    assert counts == [threads]
+
+
+def test_a_number_of_threads_that_openmp_may_lower_is_refused(monkeypatch):
+    monkeypatch.setenv("OMP_DYNAMIC", "TRUE")
+    with pytest.raises(UserError):
+        this_machine.use_machine()
+
+
 @pytest.mark.real
 @pytest.mark.parametrize(("timeout", "long_enough"), [(600.0, True), (3.0, False)])
 def test_a_process_waits_as_long_as_it_is_told_to(tmp_path, timeout, long_enough):

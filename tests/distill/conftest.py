@@ -177,7 +177,8 @@ def plain_recipe(folder, **changes):
     """A recipe of what trains alone: it names no models and no prompts."""
     keys = {"target": "unused", "train_prompts": "unused", "eval_prompts": "unused"}
     keys |= {"output_dir": str(folder), "learning_rate": 1e-2, "tokens_per_step": 48}
-    return build_recipe(keys | {"use_cpu": True, "bf16": False, "disable_tqdm": True} | changes)
+    keys |= {"use_cpu": True, "bf16": False, "disable_tqdm": True, "warmup_steps": 0}
+    return build_recipe(keys | changes)
 
 
 def stored(folder, answers, vocab_size=50):
@@ -221,6 +222,7 @@ def job(folder):
                 "max_gamma": 2,
                 "cache_top_k": 30,
                 "learning_rate": 5e-3,
+                "warmup_steps": 0,
                 "max_steps": 40,
                 "tokens_per_step": 136,
                 "use_cpu": True,

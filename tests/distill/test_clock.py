@@ -233,6 +233,21 @@ def test_the_learning_rate_stands_where_steps_or_time_have_come_to(
         assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(3e-3)
 
 
+def test_a_training_with_few_steps_in_its_time_warms_up_by_steps(
+    tmp_path, tiny_llama, plain_trainer
+):
+    recipe = plain_recipe(tmp_path, max_steps=100, warmup_steps=10)
+    trainer = plain_trainer(recipe, tiny_llama(vocab_size=50), made_answers())
+    trainer.model.train()
+    trainer.by_time, rates = 0.2, []
+    with Prefetcher(trainer.data, trainer.data.parts(), torch.device("cpu")) as batches:
+        for _ in range(11):
+            trainer.train_step(batches)
+            rates.append(trainer.optimizer.param_groups[0]["lr"])
+    assert rates[:9] == pytest.approx([step * 1e-3 for step in range(9)])
+    assert rates[9:] == pytest.approx([1e-2 * 80 / 90] * 2)
+
+
 def test_a_run_keeps_its_minutes_and_says_what_repeats_it(job, tmp_path):
     keys = {"max_steps": -1, "num_train_epochs": 1e6, "early_stopping_patience": None}
     recipe = job(tmp_path / "run", minutes=0.5, answer_batch_size=96, **keys)

@@ -300,11 +300,32 @@ def test_a_cpu_without_bf16_instructions_computes_in_fp32(
     loaded, monkeypatch, flags, line, dtype, bf16
 ):
     monkeypatch.setattr(machine, "_read", lambda path: f"flags : {flags}\n" if flags else "")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    a_gpu(monkeypatch, with_bf16=True)
     recipe = loaded(line)
     assert recipe.dtype == dtype
     if bf16 is not None:
         assert training_config(recipe).bf16 == bf16
+
+
+def a_gpu(monkeypatch, with_bf16):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    supported = lambda including_emulation: including_emulation or with_bf16  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+
+
+@pytest.mark.parametrize(
+    ("line", "dtype"),
+    [
+        ("", "float16"),
+        ("use_cpu: true\nanswers: vllm\n", "float16"),
+        ("use_cpu: true\n", "bfloat16"),
+        ("dtype: bfloat16\n", "bfloat16"),
+    ],
+)
+def test_a_gpu_without_bf16_computes_in_fp16(loaded, monkeypatch, line, dtype):
+    monkeypatch.setattr(machine, "_read", lambda path: "flags : avx512_bf16\n")
+    a_gpu(monkeypatch, with_bf16=False)
+    assert loaded(line).dtype == dtype
 
 
 def test_a_run_goes_on_in_its_dtype(loaded, monkeypatch, tmp_path):

@@ -207,19 +207,22 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
 
 
 @pytest.mark.parametrize(
-    ("draft", "use_peft", "width", "rate"),
+    ("keys", "width", "rate"),
     [
-        (None, False, 576, 3e-3),
-        (None, True, 64, 5e-3),
-        (None, False, 1536, 3e-3 * 9 / 64),
-        (None, False, 8192, 5e-5),
-        ("org/draft", False, 4096, 5e-5),
-        ("org/draft", True, 896, 2e-4),
+        ({}, 576, 3e-3),
+        ({"use_peft": True}, 64, 5e-3),
+        ({}, 1536, 3e-3 * 9 / 64),
+        ({"drafter": "eagle3"}, 576, 6e-3),
+        ({"drafter": "eagle3"}, 1536, 6e-3 * 9 / 64),
+        ({"drafter": "dflash"}, 1536, 6e-4),
+        ({}, 8192, 5e-5),
+        ({"draft": "org/draft"}, 4096, 5e-5),
+        ({"draft": "org/draft", "use_peft": True}, 896, 2e-4),
     ],
 )
-def test_a_recipe_without_a_learning_rate_trains_at_that_of_its_draft(draft, use_peft, width, rate):
-    keys = dict.fromkeys(("target", "train_prompts", "eval_prompts"), "unused")
-    keys |= {"draft": draft, "use_peft": use_peft, "use_cpu": True, "bf16": False}
+def test_a_recipe_without_a_learning_rate_trains_at_that_of_its_draft(keys, width, rate):
+    keys = keys | dict.fromkeys(("target", "train_prompts", "eval_prompts"), "unused")
+    keys |= {"use_cpu": True, "bf16": False}
     usual = training_config(build_recipe(keys), width=width)
     assert usual.learning_rate == pytest.approx(rate)  # trl's own is 2e-5
     given = training_config(build_recipe(keys | {"learning_rate": 0.1}), width=width)

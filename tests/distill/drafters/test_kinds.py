@@ -18,9 +18,11 @@ from distill.losses import forward_kl
 from distill.models import check_models, target_loader
 from distill.prepare import prepare_draft, untrained_drafter
 from distill.prompt_sets import collect_prompts
+from distill.recipe import build_recipe
 from distill.teacher.answers import USED
 from distill.teacher.store import Answers, Store, names_of
 from distill.trainer import distil_draft
+from distill.training_config import optimizer_of, training_config
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
@@ -162,3 +164,18 @@ def test_an_untrained_drafter_is_of_the_kind_that_will_draft(finished, name):
     assert found.kv_bytes_per_token == trained.kv_bytes_per_token
     assert found.bytes == trained.bytes
     found.step(20, Sampling())()
+
+
+def test_fitted_weights_of_a_new_draft_alone_have_a_lower_rate(random_draft):
+    kind, model = kinds()["eagle3"], random_draft("eagle3")
+    keys = dict.fromkeys(("target", "train_prompts", "eval_prompts"), "unused")
+    keys |= {"drafter": "eagle3", "use_cpu": True, "bf16": False, "learning_rate": 1e-2}
+    names = {weight: label for label, weight in model.named_parameters()}
+    for draft, rate in ((None, 1e-3), ("org/draft", 1e-2)):
+        recipe = build_recipe(keys | {"draft": draft})
+        optimizer = optimizer_of(recipe, training_config(recipe), model)
+        rates = {names[p]: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        for beginning in kind.fitted_weights:
+            fitted = [rates.pop(label) for label in list(rates) if label.startswith(beginning)]
+            assert fitted == pytest.approx([rate])
+        assert list(rates.values()) == pytest.approx([1e-2] * len(rates))
