@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.models.llama.modeling_llama import repeat_kv, rotate_half
+from transformers.models.llama.modeling_llama import repeat_kv
 
 NO_TEXT = -1  # the text of padding
 NO_GROUP = -1  # the group of a text's own tokens
+# Cosines and sines of positions [B, 1, K, D]; the sines of the first half of D are negative
+Rotary = tuple[Tensor, Tensor]
 BESIDE = 2**30  # the position of a token that is seen by its group alone
 
 
@@ -143,26 +145,27 @@ class Attention:
 
 
 class _Rotation(torch.autograd.Function):
-    """Its gradient is the rotation back, which takes fewer kernels than autograd's.
-
-    The two halves of a table are equal.
-    """
+    """Its gradient is the rotation back, which takes fewer kernels than autograd's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return torch.addcmul(x * cos, rotate_half(x), sin)
+        return torch.addcmul(x * cos, _halves_swapped(x), sin)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return torch.addcmul(gradient * cos, rotate_half(gradient), sin, value=-1), None, None
+        turned = torch.addcmul(gradient * cos, _halves_swapped(gradient), sin, value=-1)
+        return turned, None, None
 
 
-def rotated(heads: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Queries or keys [B, A, K, D] turned by their positions. rotary: cosines, sines [B, K, D]."""
-    cos, sin = (table[:, None] for table in rotary)
-    turned: Tensor = _Rotation.apply(heads, cos.to(heads.dtype), sin.to(heads.dtype))
+def _halves_swapped(x: Tensor) -> Tensor:
+    return x.roll(x.shape[-1] // 2, -1)
+
+
+def rotated(heads: Tensor, rotary: Rotary) -> Tensor:
+    """Queries or keys [B, A, K, D] turned by their positions."""
+    turned: Tensor = _Rotation.apply(heads, *rotary)
     return turned
 
 

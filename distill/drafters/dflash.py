@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 
 from align.sources import read_json
-from distill.drafters.attention import NO_TEXT, Attention, Marks, rotated
+from distill.drafters.attention import NO_TEXT, Attention, Marks, Rotary, rotated
 from distill.drafters.batch import (
     HeadInput,
     Plan,
@@ -38,7 +38,7 @@ from distill.drafters.batch import (
 from distill.drafters.compact import target_id_maps, write_compact
 from distill.drafters.initialisation import scaled, shape_of, to_train, undivided, usual_sizes
 from distill.drafters.kind import Config, Draft, DraftKind, Origin
-from distill.drafters.layers import heads, normed
+from distill.drafters.layers import heads, normed, rotary_of
 from eval.decoding.drafters import dflash
 from eval.decoding.drafters.dflash import (
     ARCHITECTURE,
@@ -180,15 +180,13 @@ def read_blocks(model: Any, batch: TrainingBatch) -> Tensor:
     tokens = batch.input_ids.flatten()[start].masked_fill(depths > 0, mask)
     x = body.embed_tokens(tokens)
     context = normed(body.hidden_norm, body.fc(scaled(model, batch.states)))
-    rotary = body.rotary_emb(x, torch.cat([batch.position_ids, before + depths], 1))
+    rotary = rotary_of(body, torch.cat([batch.position_ids, before + depths], 1))
     for layer in body.layers:
         x = recomputed(layer, decoded, layer, x, context, rotary, attention)
     return normed(body.norm, x)
 
 
-def decoded(
-    layer: Any, x: Tensor, context: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention
-) -> Tensor:
+def decoded(layer: Any, x: Tensor, context: Tensor, rotary: Rotary, attention: Attention) -> Tensor:
     """The layer's output of the slots; arguments as of `attended`."""
     x = x + attended(layer, x, context, rotary, attention)
     output: Tensor = x + layer.mlp(normed(layer.post_attention_layernorm, x))
@@ -196,15 +194,15 @@ def decoded(
 
 
 def attended(
-    layer: Any, x: Tensor, context: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention
+    layer: Any, x: Tensor, context: Tensor, rotary: Rotary, attention: Attention
 ) -> Tensor:
     """The attention's output of the slots x [B, Q, H]; they see context [B, T, H] and each other.
 
-    rotary: cosines and sines of the positions of context and slots [B, T + Q, D].
+    rotary: of the positions of context and slots [B, 1, T + Q, D].
     """
     slots, first = normed(layer.input_layernorm, x), context.shape[1]
     read = torch.cat([context, slots], 1)
-    of_slots = rotary[0][:, first:], rotary[1][:, first:]
+    of_slots = rotary[0][:, :, first:], rotary[1][:, :, first:]
     q = rotated(heads(layer.self_attn, "q", slots), of_slots)
     k = rotated(heads(layer.self_attn, "k", read), rotary)
     h = attention(q, k, heads(layer.self_attn, "v", read))

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from align.sources import load_config, read_json
-from distill.drafters.attention import NO_TEXT, Attention, Marks, rotated
+from distill.drafters.attention import NO_TEXT, Attention, Marks, Rotary, rotated
 from distill.drafters.batch import (
     HeadInput,
     Plan,
@@ -42,7 +42,7 @@ from distill.drafters.initialisation import (
     usual_sizes,
 )
 from distill.drafters.kind import Draft, DraftKind, Origin
-from distill.drafters.layers import heads, normed
+from distill.drafters.layers import heads, normed, rotary_of
 from eval.decoding.drafters import eagle3
 from eval.decoding.drafters.eagle3 import (
     EMBEDDING,
@@ -245,7 +245,7 @@ def _fitted_states(model: Any, origin: Origin) -> Iterator[tuple[Tensor, Tensor,
         numbers = torch.arange(read.shape[1], device=ids.device)[None]
         marks = Marks.of_texts(torch.zeros_like(numbers), numbers)
         layer = LayerAttention(model, 0)
-        rotary = body.rotary_emb(read, numbers)
+        rotary = rotary_of(body, numbers)
         attended = layer.attend(Attention(marks, marks), read, read, rotary, rotary)
         response = slice(
             max(0, len(text.prompt_ids) - 2), None
@@ -268,8 +268,8 @@ class LayerAttention:
         attention: Attention,
         asking: Tensor,
         read: Tensor,
-        asking_rotary: tuple[Tensor, Tensor],
-        rotary: tuple[Tensor, Tensor],
+        asking_rotary: Rotary,
+        rotary: Rotary,
     ) -> Tensor:
         """The heads' output [B, Q, heads * D] for the inputs `asking` [B, Q, …].
 
@@ -315,14 +315,16 @@ def unrolled(model: Any, batch: TrainingBatch, steps: int) -> Iterator[Tensor]:
     def at_drafts(values: Tensor) -> Tensor:
         return values.flatten(0, 1)[start]
 
-    def rotary(at: Tensor) -> Any:
-        return body.rotary_emb(batch.states, at.clamp_min(0))
-
+    # of the inputs, then of the drafts' tokens at each step
+    read_at = torch.cat([numbers, *(begins + step for step in range(steps))], 1).clamp_min(0)
+    sizes = [numbers.shape[1], *[begins.shape[1]] * steps]
+    parts = (table.split(sizes, 2) for table in rotary_of(body, read_at))
+    turned, *of_steps = zip(*parts, strict=True)
     ids = batch.input_ids.flatten()
     hidden = F.pad(body.fc(normed_states(body, scaled(model, batch.states))), (0, 0, 1, -1))
     read, x = first_input(model, body.embed_tokens(batch.input_ids), hidden)
     keys, attention = inputs, Attention(inputs, inputs)
-    turned = asking_turned = rotary(numbers)
+    asking_turned = turned
     layers = [LayerAttention(model, number) for number in range(len(body.layers))]
     for step in range(steps):
         if step:
@@ -330,7 +332,7 @@ def unrolled(model: Any, batch: TrainingBatch, steps: int) -> Iterator[Tensor]:
             read, x = first_input(model, body.embed_tokens(ids[later]), hidden)
             drafts = drafts._replace(depths=drafts.depths + 1)
             keys = keys.then(drafts.as_keys())
-            attention, turned = Attention(drafts, keys), rotary(begins + step)
+            attention, turned = Attention(drafts, keys), of_steps[step]
             asking_turned = turned
         for number, layer in enumerate(body.layers):
             if number:
@@ -338,7 +340,7 @@ def unrolled(model: Any, batch: TrainingBatch, steps: int) -> Iterator[Tensor]:
             asking = read
             if step == 0 and number == len(layers) - 1:
                 asking, x = at_drafts(read), at_drafts(x)
-                attention, asking_turned = Attention(drafts, inputs), rotary(begins)
+                attention, asking_turned = Attention(drafts, inputs), of_steps[0]
             attended = layers[number].attend(attention, asking, read, asking_turned, turned)
             x = x + layer.self_attn.o_proj(attended)
             x = x + recomputed(layer, layer.mlp, normed(layer.post_attention_layernorm, x))

@@ -19,7 +19,7 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from distill.drafters.attention import Attention, rotated
+from distill.drafters.attention import Attention, Rotary, rotated
 
 # layers of one shape, and the number of tokens that a query sees at most (None: all)
 PLAIN: dict[type, Callable[[Any], int | None]] = {
@@ -28,7 +28,6 @@ PLAIN: dict[type, Callable[[Any], int | None]] = {
     Qwen2DecoderLayer: lambda attention: attention.sliding_window,
     Qwen3DecoderLayer: lambda attention: attention.sliding_window,
 }
-Rotary = tuple[Tensor, Tensor]  # cosines and sines [B, K, D]
 
 
 def whole(weight: Tensor) -> Tensor:
@@ -46,11 +45,23 @@ def normed(norm: Any, x: Tensor) -> Tensor:
 
     Converted once: autocast would convert it for each product.
     """
-    device = x.device.type
     weight = whole(norm.weight)
     # with values and weights of two dtypes torch has no fused kernel, and warns
     y = F.rms_norm(x.to(weight.dtype), weight.shape, weight, norm.variance_epsilon)
-    return y.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else y
+    return as_factor(y)
+
+
+def as_factor(x: Tensor) -> Tensor:
+    """x in the dtype in which autocast computes products, if it is on."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+def rotary_of(body: Any, positions: Tensor) -> Rotary:
+    """What turns queries and keys of a model at these positions [B, K]."""
+    cos, sin = body.rotary_emb(positions.float(), positions)
+    first, second = sin.chunk(2, -1)
+    return as_factor(cos[:, None]), as_factor(torch.cat([-first, second], -1)[:, None])
 
 
 def heads(attention: Any, name: str, inputs: Tensor) -> Tensor:
@@ -83,7 +94,7 @@ def trained_states(
     x: the embedded tokens [B, K, H]. trained: indices of the flattened tokens [M].
     """
     body: Any = model.base_model
-    rotary = body.rotary_emb(x, position_ids)
+    rotary = rotary_of(body, position_ids)
     for layer in body.layers:
         x = layer(x, packed=attention, trained=trained, position_embeddings=rotary)
     return normed(body.norm, x)[0]

@@ -173,6 +173,7 @@ def test_parameters_are_counted_from_the_config(folder, name):
 def test_what_eight_gpus_need(job, tmp_path, monkeypatch, capsys, changes, processes, needed):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (79 * 2**30, 80 * 2**30))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from distill.drafters.attention import BESIDE, NO_TEXT, Attention, Marks, rotated, sees
 from distill.drafters.batch import WIDTH
+from distill.drafters.layers import rotary_of
 
 HEADS, KEYS, SIZE = 6, 2, 8
 # texts of 5, 1 and 7 tokens and padding; groups behind positions of the first and the last text
@@ -87,7 +89,13 @@ def test_nothing_of_the_size_of_the_scores_is_kept():
     assert max(sizes) <= 4 * length * SIZE
 
 
-def test_a_rotation_has_the_gradient_of_its_definition():
-    x = torch.randn(2, 3, 5, 8, dtype=torch.float64, requires_grad=True)
-    angles = torch.randn(2, 5, 4, dtype=torch.float64).repeat(1, 1, 2)
-    assert torch.autograd.gradcheck(lambda x: rotated(x, (angles.cos(), angles.sin())), x)
+def test_a_rotation_and_its_gradient_are_those_of_transformers(tiny_llama):
+    body, positions = tiny_llama(0, 1).model, torch.tensor([[0, 1, 5, 3]])
+    size = body.config.head_dim
+    x, pull = (torch.randn(1, 3, 4, size) for _ in range(2))
+    x.requires_grad_()
+    expected, _ = apply_rotary_pos_emb(x, x, *body.rotary_emb(x, positions))
+    out = rotated(x, rotary_of(body, positions))
+    torch.testing.assert_close(out, expected)
+    gradients = (torch.autograd.grad(turned, x, pull) for turned in (out, expected))
+    torch.testing.assert_close(*gradients)

@@ -27,6 +27,7 @@ NO_KERNEL = ("detach", "_unsafe_view", "empty", "_reshape_alias", "lift_fresh", 
 
 @torch.library.custom_op("draftsmith_test::norm", mutates_args=())
 def fused_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    assert x.dtype == weight.dtype  # else CUDA takes it apart, too
     return torch.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -66,7 +67,7 @@ def as_on_cuda(monkeypatch):
 # what each kind took before texts were packed: 1,089, 1,251 and 4,166
 @pytest.mark.parametrize(
     ("name", "layers", "most"),
-    [("eagle3", 1, 520), ("dflash", 5, 640), ("pard", 24, 2500)],
+    [("eagle3", 1, 510), ("dflash", 5, 620), ("pard", 24, 2060)],
 )
 def test_a_step_starts_few_kernels_and_reads_nothing_off_the_device(
     tiny_llama, as_on_cuda, name, layers, most
