@@ -121,8 +121,8 @@ def write_gguf(checkpoint: str | Path, path: Path, kind: str, target: Path | Non
     fill whole blocks is f16. Needs memory for the model and one tensor in fp32. target: the GGUF
     file of an EAGLE-3 or DFlash draft's target.
     Returns llama.cpp's name of the architecture. Raises SourceError for a family, rotary scaling or
-    tokenizer that llama.cpp does not know, and for an incomplete model, such as a draft's
-    trimmed-vocabulary checkpoint; UserError for an EAGLE-3 or DFlash draft that does not fit it.
+    tokenizer that llama.cpp does not know, and for an incomplete model; UserError for an EAGLE-3 or
+    DFlash draft that does not fit the target.
     """
     spec = str(checkpoint)
     about = read_json(resolve_checkpoint(spec) / "config.json")

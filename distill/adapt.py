@@ -254,15 +254,13 @@ def when(seconds: float) -> str:
 def served_draft(run: Path) -> Path:
     """The folder of the served draft. The first call makes `current`: the run's own draft.
 
-    The copy has no trimmed-vocabulary checkpoint, because engines load the full-vocabulary one, and
-    a draft that continues from it has no other. Raises UserError for a run without a draft.
+    Raises UserError for a run without a draft.
     """
     current = run / HOME / "current"
     if not current.is_symlink():
         check_files(run)
         with atomic_folder(run / HOME / "drafts" / FIRST) as folder:
-            trimmed = shutil.ignore_patterns("compact")
-            shutil.copytree(run / "draft", folder, dirs_exist_ok=True, ignore=trimmed)
+            shutil.copytree(run / "draft", folder, dirs_exist_ok=True)
         atomic_link(current, f"drafts/{FIRST}")
     return current.resolve()
 

@@ -45,9 +45,8 @@ class Publication:
 
 
 def draft_weights(run: Path) -> set[str]:
-    """The hashes of the draft's checkpoints: full-vocabulary, and trimmed-vocabulary if any."""
-    hashes = (weights_sha256(str(form)) for form in (run / "draft", run / "draft" / "compact"))
-    return {sha for sha in hashes if sha is not None}
+    """The hash of the draft's checkpoint; empty without one."""
+    return {sha for sha in [weights_sha256(str(run / "draft"))] if sha is not None}
 
 
 def write_card(
@@ -138,7 +137,9 @@ def served_gamma(reports: Sequence[Report], weights: set[str]) -> tuple[int, Sch
         found = recommended(report, measured)
         if report.engine == "vllm" and found:
             return max(measured[name].gamma or 0 for name in found.served.values()), found.schedule
-        lengths += [(draft.speedup.mean, draft.gamma or 0) for draft in measured.values()]
+        lengths += [
+            (report.stated_speedup(draft).mean, draft.gamma or 0) for draft in measured.values()
+        ]
     return max(lengths, default=(0.0, USUAL_GAMMA))[1], []
 
 

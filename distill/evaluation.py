@@ -40,7 +40,7 @@ def evaluate(
     the target is not decoded here: then the commands that measure the draft are printed.
     """
     folder = recipe.folder
-    refuse_damaged(folder / "draft")  # which is not measured if there is a trimmed checkpoint
+    refuse_damaged(folder / "draft")
     made_by = provenance(recipe, prompts)
     report = None
     if load is not None and recipe.served:
@@ -70,14 +70,13 @@ def _measured_here(
     made_by: dict[str, Any],
 ) -> Report:
     """The report of the reference decoder on base draft, n-gram speculation, distilled draft, and
-    n-gram, then distilled draft. Drafts with two checkpoints are loaded from the trimmed one.
+    n-gram, then distilled draft, as engines load them.
     """
     distilled = load_drafter(str(recipe.folder / "draft"), target, pair.strategy)
     drafts: dict[str, Drafter] = {}
     if recipe.training.get("max_steps") != 0:  # else base and distilled draft are the same
         spec = recipe.draft or str(recipe.folder / "prepared")
         drafts["untuned"] = load_drafter(spec, target, pair.strategy)
-        drafts["untuned"].full_form_bytes = distilled.full_form_bytes  # the base draft has none
     drafts |= {"lookup": prompt_lookup(target), "tuned": distilled}
     drafts["tuned+lookup"] = lookup_first(distilled, target.stops)
     free_memory()  # copies of weights from loading

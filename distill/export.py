@@ -1,13 +1,11 @@
 """The distilled draft as engines load it.
 
-A language model is written as a full-vocabulary checkpoint. EAGLE-3, Medusa and DFlash drafts are
-written in the formats of engines, where a head may be trimmed. Legend: V the target's vocabulary, H
-hidden size, N states.
+A language model gets a head over the whole vocabulary. Other kinds are in the formats of engines,
+where a head may be trimmed. Legend: V the target's vocabulary, H hidden size, N states.
 """
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,14 +18,12 @@ from transformers import PreTrainedModel
 from align.files import atomic_folder, write_json
 from align.sources import read_json
 from distill.drafters.kind import Draft
-from distill.drafters.pruned import HEAD_ENTRIES
+from distill.drafters.pruned import HEAD_ENTRIES, with_head
 from distill.models import Pair
 from distill.recipe import Recipe
 from distill.teacher.store import Answers, CachedAnswer
 from eval.decoding.forward import input_embedding
-from eval.decoding.weights import linear
 
-FULL_FORM = "full_form.json"  # in compact/: how far the two checkpoints agree
 SUPPRESSION = (0.0, 5.0, 10.0, 20.0, 40.0, 80.0)  # subtracted from logits, tried in order
 CALIBRATION_TOKENS = 8_000  # half to fit the suppression, half to check it
 # Most probability of trimmed tokens. It is measured on training outputs; on new text the trimmed
@@ -38,9 +34,7 @@ DROPPED_MASS = 1e-4
 def export_draft(
     recipe: Recipe, pair: Pair, prepared: Draft, distilled: Any, answers: Answers
 ) -> None:
-    """Write `draft/`, which engines load. A draft of the target's first layers (pruned, PARD) also
-    gets `draft/compact/`, whose head may be trimmed; only the reference decoder loads that folder.
-    """
+    """Write `draft/`, which engines and the reference decoder load."""
     kind, dtype, ids = recipe.kind, getattr(torch, recipe.dtype), prepared.token_ids
     with atomic_folder(recipe.folder / "draft") as partial:
         pair.target.tokenizer.save_pretrained(partial)
@@ -50,17 +44,13 @@ def export_draft(
         else:
             full = distilled.to(dtype)
             if recipe.sibling is None:
-                compact = partial / "compact"
-                compact.mkdir()
                 embedding = input_embedding(full).to(dtype)
                 # because a FrozenEmbedding returns fp32
                 full.set_input_embeddings(nn.Embedding.from_pretrained(embedding))
-                kind.save(compact, Draft(full, ids), embedding, recipe.target)
-                if ids is not None:
-                    assert prepared.full_head is not None
-                    read = answers.until(CALIBRATION_TOKENS)
-                    full, agreement = full_vocabulary(full, ids, prepared.full_head, read)
-                    write_json(compact / FULL_FORM, agreement)
+            if ids is not None:
+                assert prepared.full_head is not None
+                read = answers.until(CALIBRATION_TOKENS)
+                full = full_vocabulary(full, ids, prepared.full_head, read)
             kind.exported(full).save_pretrained(partial)
         for_older_transformers(partial)
 
@@ -96,7 +86,7 @@ def full_vocabulary(
     token_ids: Tensor,
     full_head: Tensor,
     answers: Iterable[CachedAnswer],
-) -> tuple[PreTrainedModel, dict[str, float]]:
+) -> PreTrainedModel:
     """The distilled draft under a head over the target's whole vocabulary [V, H].
 
     Entries of trimmed tokens come from `full_head`, and their logits are lowered by a constant,
@@ -104,8 +94,7 @@ def full_vocabulary(
     has no bias, so the constant is an entry w with w·h = -1 (least squares over half of the draft's
     states h). Its smallest multiple is taken with which, over the other half, the greedy choice is
     the trimmed head's on 999 of 1000 positions, and the trimmed tokens have no more than
-    DROPPED_MASS of the draft's probability. Also returns both numbers: `same_choice` and
-    `trimmed_probability`.
+    DROPPED_MASS of the draft's probability.
     """
     token_ids, full_head = token_ids.to(distilled.device), full_head.to(distilled.device)
     states = []
@@ -134,8 +123,8 @@ def full_vocabulary(
             break
     else:
         warnings.warn(
-            "The full-vocabulary checkpoint may have a lower acceptance rate than the trimmed one: "
-            f"their greedy tokens differ at {1 - kept:.1%} of positions, and trimmed tokens have "
+            "The draft may have a lower acceptance rate with its head over the whole vocabulary: "
+            f"its greedy token differs at {1 - kept:.1%} of positions, and trimmed tokens have "
             f"{mass:.2%} of the probability.",
             stacklevel=2,
         )
@@ -143,10 +132,7 @@ def full_vocabulary(
     for rows in pieces:
         head[rows] = (full_head[rows].float() + strength * lower.T.float()).to(head.dtype)
     head[token_ids] = trained_head
-    # a copy that shares the weights
-    model = copy.deepcopy(distilled, {id(weight): weight for weight in distilled.parameters()})
-    model.lm_head, model.config.vocab_size = linear(head), len(head)
-    return model, {"same_choice": kept, "trimmed_probability": mass}
+    return with_head(distilled, head)
 
 
 def _best_and_sum(h: Tensor, pieces: Iterable[Tensor]) -> tuple[Tensor, Tensor]:

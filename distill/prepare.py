@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from align.files import atomic_folder
-from align.sources import opened_weights, resolve_checkpoint
+from align.sources import resolve_checkpoint
 from align.trim import choose_tokens, coverage_curve, lost_mass
 from distill.drafters.kind import Draft, Origin, TargetEnds
 from distill.models import Pair, forced_tokens, load_sibling
@@ -25,8 +24,6 @@ from distill.teacher.store import Answers, CachedAnswer
 from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.target import Target
-
-FULL_HEAD = "full_head.safetensors"
 
 
 def prepare_draft(
@@ -39,8 +36,7 @@ def prepare_draft(
     if recipe.sibling is not None:
         return read_prepared(recipe, pair)
     folder = recipe.folder / "prepared"
-    # a finished run has deleted FULL_HEAD
-    if not (folder / (FULL_HEAD if recipe.kind.language_model else "config.json")).exists():
+    if not folder.exists():
         _write_base(recipe, pair, load(), answers, folder)
     return read_prepared(recipe, pair)
 
@@ -58,8 +54,7 @@ def _write_base(
     with atomic_folder(folder) as partial:
         embedding = pair.target_embedding(getattr(torch, recipe.dtype))
         recipe.kind.save(partial, base, embedding, recipe.target)
-        if base.full_head is not None:
-            save_file({"full_head": base.full_head}, partial / FULL_HEAD)
+        pair.target.tokenizer.save_pretrained(partial)
     shape = f"{recipe.num_draft_layers} layers" if recipe.kind.language_model else recipe.kind_name
     if base.token_ids is not None:
         lost = lost_mass(mass(), base.token_ids.cpu())
@@ -96,13 +91,9 @@ def read_prepared(recipe: Recipe, pair: Pair) -> Draft:
     """The base draft: the sibling, or the draft that `prepare_draft` has written."""
     if recipe.sibling is not None:
         return _sibling(recipe, pair)
-    folder, dtype = recipe.folder / "prepared", getattr(torch, recipe.dtype)
-    full = None
-    if (folder / FULL_HEAD).exists():
-        with opened_weights(folder / FULL_HEAD) as file:
-            full = file.get_tensor("full_head")
+    dtype = getattr(torch, recipe.dtype)
     embedding, head = pair.target_embedding(dtype), functools.partial(pair.target_head, dtype)
-    return recipe.kind.load(folder, embedding, head)._replace(full_head=full)
+    return recipe.kind.load(recipe.folder / "prepared", embedding, head)
 
 
 def _sibling(recipe: Recipe, pair: Pair) -> Draft:
@@ -114,7 +105,7 @@ def _sibling(recipe: Recipe, pair: Pair) -> Draft:
 def untrained_drafter(recipe: Recipe, pair: Pair, target: Target) -> Drafter:
     """A drafter of the recipe's kind and shape, to time a step before there are outputs.
 
-    Its trimmed head keeps the first vocabulary entries, because choosing entries needs outputs.
+    A trimmed head keeps the first vocabulary entries, because choosing entries needs outputs.
     """
     if recipe.sibling is not None and not recipe.kind.added_modules:
         return load_drafter(pair.draft.spec, target, pair.strategy)
@@ -123,12 +114,12 @@ def untrained_drafter(recipe: Recipe, pair: Pair, target: Target) -> Drafter:
         if recipe.sibling is not None:
             model = _sibling(recipe, pair).model.to(dtype)
             recipe.kind.exported(model).save_pretrained(folder)
-            pair.target.tokenizer.save_pretrained(folder)
         else:
             size = recipe.draft_vocab_size
             ids = None if size is None else torch.arange(size, device=target.decoder.device)
             base = _initialised(recipe, pair, target, ids, None)
             recipe.kind.save(Path(folder), base, pair.target_embedding(dtype), recipe.target)
+        pair.target.tokenizer.save_pretrained(folder)
         return load_drafter(folder, target)
 
 

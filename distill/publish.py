@@ -32,15 +32,11 @@ from align.errors import UserError
 from align.files import atomic_folder, refuse_unwritable
 from align.sources import read_json, refuse_damaged, resolve_checkpoint
 from distill.card import TAG, Publication, derived_licence, draft_weights, in_one_file, write_card
-from distill.export import FULL_FORM
 from distill.recipe import read_yaml
 from eval.decoding.drafters.mtp import SERVED
 from eval.decoding.target import weights_sha256
 from eval.reporting.fields import REFERENCE, Report, read_report
 
-# A full-vocabulary checkpoint must be the trimmed one: the same greedy choice at this share of
-# positions, and no more probability on trimmed tokens than this.
-SAME_CHOICE, TRIMMED_PROBABILITY = 0.99, 0.005
 # Files of an earlier push that may have no successor in this one.
 OURS = ["*.safetensors", "*.safetensors.index.json", "compact/*"]
 
@@ -111,17 +107,6 @@ def unmet_conditions(
                 f"{report.prompts.overlap_with_training:g} evaluation prompts of engine "
                 f"{report.engine} were trained on; use others."
             )
-    full = run / "draft" / "compact" / FULL_FORM
-    agreement = read_json(full) if full.is_file() else None
-    if agreement is not None and (
-        agreement["same_choice"] < SAME_CHOICE
-        or agreement["trimmed_probability"] > TRIMMED_PROBABILITY
-    ):
-        unmet.append(
-            f"The full-vocabulary checkpoint is not the trimmed one: the same greedy choice at "
-            f"{agreement['same_choice']:.1%} of positions, {agreement['trimmed_probability']:.2%} "
-            "probability on trimmed tokens; train longer, or with a larger draft_vocab_size."
-        )
     if licence is None:
         unmet.append(f"There is no licence ({source}); give it with --license ID, as apache-2.0.")
     return unmet

@@ -143,4 +143,3 @@ def delete_training_state(folder: Path) -> None:
         mark_complete(last, str(launch_of(last)), last / OPTIMIZER)
         remove(last / OPTIMIZER)
     remove(folder / BEST)
-    remove(folder / "prepared" / "full_head.safetensors")

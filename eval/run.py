@@ -271,8 +271,8 @@ def _of_run(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         tuned = folder / "draft"
         prepared = folder / "prepared"
         drafts = [f"untuned={recipe['draft'] or prepared}", f"tuned={tuned}"]
-        if given.engine in SERVED and (prepared / "compact.json").is_file():
-            del drafts[0]  # no engine loads its trimmed vocabulary
+        if given.engine in SERVED and prepared.is_dir():
+            del drafts[0]  # nobody serves a base draft that was made from the target
         if given.engine != "transformers":  # that engine is measured with checkpoints only
             drafts.insert(-1, "lookup=prompt-lookup")
         if given.engine in (None, "torch", "llama.cpp"):  # others put no n-grams before a draft

@@ -195,13 +195,12 @@ def made_up_measurement(name, alpha, prompts=40, **changes):
     }
     about = {
         "path": f"outputs/code/{name}",
-        "form": "compact",
+        "form": "full",
         "vocabulary": {"relation": "identical", "strategy": "none", "coverage": 1.0},
         "memory": {
             "target_bytes": 270_000_000,
             "draft_bytes": 27_000_000,
             "kv_bytes_per_token": {"target": 23_040, "draft": 1_536},
-            "full_form_bytes": 85_000_000,
         },
         "gamma": 3,
         "gamma_policy": "fixed",

@@ -37,6 +37,7 @@ from distill.teacher.answers import top_logprobs
 from distill.teacher.states import read_states
 from distill.teacher.store import CachedAnswer
 from eval.decoding.build import build_decoder
+from eval.decoding.drafters.causal_lm import CausalLMDrafter
 from eval.decoding.drafters.formats import formats
 from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
 from eval.decoding.generation import Kept, generate_batched
@@ -210,6 +211,11 @@ def as_target(model):
     return Target("target", model, None, build_decoder(model, 64), frozenset({299}))
 
 
+def as_drafter(model, ids):
+    decoder = build_decoder(model, 64)
+    return CausalLMDrafter(decoder=decoder, token_ids=ids, vocab_size=V, vocabulary={})
+
+
 def target():
     return as_target(build())
 
@@ -238,7 +244,7 @@ def answering():
 
 
 def token_ids():
-    """As load_compact has them: beside the target."""
+    """As a drafter has them: beside the target."""
     return torch.zeros(K, dtype=torch.long, device=GPU)
 
 
@@ -250,29 +256,29 @@ def rows_of_a_trimmed_head():
 
 def exporting():
     tuned = build(K, 1, dtype=torch.float32)
-    full_head = torch.zeros((V, H), dtype=torch.bfloat16)  # prepare_draft reads it from its file
-    full, _ = full_vocabulary(tuned, token_ids(), full_head, answers())
+    full_head = torch.zeros((V, H), dtype=torch.bfloat16)  # read from the base draft's file
+    full = full_vocabulary(tuned, token_ids(), full_head, answers())
     assert full.lm_head.weight.shape == (V, H)
 
 
 def decoding():
     """With a whole head; `drafting` has trimmed ones."""
     whole = target()
-    every_way(whole, formats()["pruned"].drafter(build(V, 1), None, whole))
+    every_way(whole, as_drafter(build(V, 1), None))
 
 
 def looking_up():
     whole = target()
     for drafter in (
         prompt_lookup(whole),
-        lookup_first(formats()["pruned"].drafter(build(K, 1), token_ids(), whole), whole.stops),
+        lookup_first(as_drafter(build(K, 1), token_ids()), whole.stops),
     ):
         every_way(whole, drafter)
 
 
 def choosing_gamma():
     whole = target()
-    drafter = formats()["pruned"].drafter(build(K, 1), token_ids(), whole)
+    drafter = as_drafter(build(K, 1), token_ids())
     prompts = PromptSet("made up", [Prompt("p", "x")], [[1, 2, 3]])
     (costs,) = step_costs(whole.decoder, [drafter], 20, 2, Decoding(Sampling(), frozenset(), 1))
     how = Decoding(Sampling(), whole.stops, 4)
@@ -293,7 +299,7 @@ def every_way(whole, drafter):
 
 def measuring():
     whole = target()
-    drafter = formats()["pruned"].drafter(build(K, 1), token_ids(), whole)
+    drafter = as_drafter(build(K, 1), token_ids())
     for sampling in (Sampling(), Sampling(0.7, 20, 0.9)):
         logits = teacher_forced_logits(whole.decoder, [1, 2, 3, 4], 3)
         q = drafter.teacher_forced([1, 2, 3], [4], sampling, {})
@@ -334,7 +340,10 @@ def starting(kind):
 def drafting(kind):
     for whole in (target(), spread_target()):
         model = placed(started(kind, whole, False).model, dtype=torch.bfloat16)
-        drafter = formats()[kind.name].drafter(model, token_ids(), whole)
+        if kind.language_model:
+            drafter = as_drafter(model, token_ids())
+        else:
+            drafter = formats()[kind.name].drafter(model, token_ids(), whole)
         drafter.step(20, Sampling())()
         drafter.step(20, Sampling(0.7))()
         every_way(whole, drafter)

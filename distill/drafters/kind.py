@@ -79,8 +79,7 @@ class Draft(NamedTuple):
     """A draft in training. No weight that is trained is shared with the target.
 
     token_ids: target id of each entry of its head [K]; None for a head over all of V. full_head:
-    the least-squares head [V, H] that the draft's head was cut from; None if the head is
-    the target's or a sibling's.
+    the head [V, H] that a language model's trimmed head was cut from, and is served with.
     """
 
     model: PreTrainedModel
@@ -145,10 +144,8 @@ class DraftKind:
     def initialise(self, origin: Origin) -> Draft:
         """The base draft that is made from the target, or read from `origin.published`.
 
-        Its model is a PreTrainedModel, because trl, peft and FSDP save, load and wrap it. If there
-        are texts, a language model has a `full_head`: the export of a trimmed head needs it, and
-        without it `prepare_draft` makes the draft again at each launch. Raises UserError for a
-        published draft of another target, or one that cannot be trained here.
+        Its model is a PreTrainedModel, because trl, peft and FSDP save, load and wrap it. Raises
+        UserError for a published draft of another target, or one that cannot be trained here.
         """
         raise NotImplementedError
 

@@ -10,6 +10,8 @@ size.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,9 +32,9 @@ from distill.drafters.batch import (
 from distill.drafters.kind import Draft, Origin
 from distill.drafters.language_model import states_seen
 from distill.drafters.pruned import Pruned
-from eval.decoding.drafters.pruned import MASK
 from eval.decoding.weights import linear
 
+MASK = "mask"  # the module with the embedding [1, H] of the mask
 DEEPER = 0.6  # probability that an anchor with masks to some depth has one more
 
 
@@ -45,6 +47,12 @@ class Pard(Pruned):
         draft = super().initialise(origin)
         # the target's first layers get a mask as a sibling does
         self.from_sibling(draft.model, origin.mask, origin.max_gamma)
+        return draft
+
+    def load(self, folder: Path, embedding: Tensor, head: Callable[[], Tensor]) -> Draft:
+        draft = super().load(folder, embedding, head)
+        config: Any = draft.model.config
+        give_mask(draft.model, config.pard_token, config.pard_tokens)
         return draft
 
     def from_sibling(self, model: PreTrainedModel, mask: int | None, max_gamma: int) -> None:

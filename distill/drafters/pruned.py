@@ -12,19 +12,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from distill.drafters.compact import target_id_maps, write_compact
+from align.sources import load_model, opened_weights
 from distill.drafters.initialisation import FrozenEmbedding, least_squares
 from distill.drafters.kind import Draft, Origin
 from distill.drafters.language_model import LanguageModel
-from eval.decoding.drafters.pruned import EMBEDDING, load_compact
 from eval.decoding.forward import input_embedding
 from eval.decoding.target import Target
 from eval.decoding.weights import linear
 
 HEAD_ENTRIES = 4096  # entries of a head that are in fp32 at once
+TOKEN_IDS = "token_ids.safetensors"  # beside a base draft: the entries of its head to train
 
 
 class Pruned(LanguageModel):
@@ -37,28 +38,36 @@ class Pruned(LanguageModel):
         state that the target's head reads. It is multiplied into the head, so it costs no time.
         """
         assert isinstance(origin.target, Target)  # `check_models` refuses others
-        head, full_head = origin.head(), None
+        head = origin.target.model.get_output_embeddings().weight.detach()
         if origin.texts:
-            whole = origin.target.model.get_output_embeddings().weight
-            pieces = whole.split(HEAD_ENTRIES)
-            projection = least_squares(fitted_states(origin)).to(pieces[0].device)
-            full_head = torch.cat([(w.float() @ projection).to(w.dtype) for w in pieces])
-            head = full_head if origin.token_ids is None else full_head[origin.token_ids]
-        model = build_pruned(origin.target.model, origin.num_layers, head)
-        return Draft(model, origin.token_ids, full_head)
+            pieces = head.split(HEAD_ENTRIES)
+            projection = least_squares(fitted_states(origin)).to(head.device)
+            head = torch.cat([(w.float() @ projection).to(w.dtype) for w in pieces])
+        else:
+            head = head.clone()
+        ids = origin.token_ids
+        trained = head if ids is None else head[ids]
+        return Draft(build_pruned(origin.target.model, origin.num_layers, trained), ids, head)
 
     def save(self, folder: Path, draft: Draft, embedding: Tensor, target: str) -> None:
-        weights = draft.model.state_dict()
-        tensors = {name: weights[name] for name in weights if name != EMBEDDING}
+        """As engines load it: over the whole vocabulary, and with the embedding."""
+        model = draft.model
         if draft.token_ids is not None:
-            tensors |= target_id_maps(draft.token_ids, len(embedding))
-        draft.model.config.save_pretrained(folder)
-        write_compact(folder, self.name, tensors, embedding)
+            assert draft.full_head is not None
+            model = with_head(model, draft.full_head)
+            save_file({"token_ids": draft.token_ids.cpu()}, folder / TOKEN_IDS)
+        self.exported(model).save_pretrained(folder)
 
     def load(self, folder: Path, embedding: Tensor, head: Callable[[], Tensor]) -> Draft:
-        model, token_ids = load_compact(folder, embedding)
+        model: Any = load_model(str(folder), embedding.dtype)
         model.set_input_embeddings(FrozenEmbedding(embedding))
-        return Draft(model, token_ids)
+        if not (folder / TOKEN_IDS).exists():
+            return Draft(model)
+        with opened_weights(folder / TOKEN_IDS) as file:
+            token_ids = file.get_tensor("token_ids")
+        full_head = model.lm_head.weight.detach()
+        model.lm_head = linear(full_head[token_ids])
+        return Draft(model, token_ids, full_head)
 
 
 KIND = Pruned()
@@ -93,8 +102,15 @@ def build_pruned(target: PreTrainedModel, num_layers: int, head: Tensor) -> PreT
     model.model.load_state_dict(kept, assign=True)
     model.model.rotary_emb = type(target.model.rotary_emb)(config).to(embedding.device)
     model.lm_head = linear(head.to(embedding.device))
-    model.generation_config = copy.deepcopy(target.generation_config)
     return model.eval()
+
+
+def with_head(model: PreTrainedModel, head: Tensor) -> PreTrainedModel:
+    """A copy with this LM head [V, H]; the other weights are shared."""
+    whole: Any = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+    whole.lm_head, whole.config.vocab_size = linear(head), len(head)
+    copied: PreTrainedModel = whole
+    return copied
 
 
 def fitted_states(origin: Origin) -> Iterator[tuple[Tensor, Tensor]]:

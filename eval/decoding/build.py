@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from align.errors import UserError
@@ -44,20 +43,12 @@ def refuse_undecodable(config: PreTrainedConfig) -> None:
     longest_context(config.get_text_config())
 
 
-def build_decoder(
-    model: PreTrainedModel,
-    context_length: int,
-    embedding: Tensor | None = None,
-    int8: bool = False,
-) -> Decoder:
+def build_decoder(model: PreTrainedModel, context_length: int) -> Decoder:
     """The fastest decoder for this model.
 
     The decoder shares the model's weights: fused weights replace the model's tensors, which become
-    views. context_length: the most positions of a row (prompt and output). embedding: a tensor
-    that equals the model's input embedding and is read instead (a pruned draft reads its target's).
-    int8: for drafts only, because the logits change: the fused forward copies layers and head in
-    int8 if the kernel can read their sizes (multiples of 16). Raises UserError for a context that
-    is too long, and for a model that cannot be decoded.
+    views. context_length: the most positions of a row (prompt and output). Raises UserError for a
+    context that is too long, and for a model that cannot be decoded.
     """
     config = model.config.get_text_config()
     longest = longest_context(config)
@@ -68,7 +59,7 @@ def build_decoder(
             "prompts."
         )
     if _is_fusible(model):
-        fused = FusedDecoder(model, context_length, embedding, int8)
+        fused = FusedDecoder(model, context_length)
         return GraphedDecoder(fused, CudaGraphs(fused.device)) if on_one_gpu(fused) else fused
     if len(places := {str(p.device) for p in model.parameters()}) > 1:
         raise UserError(
@@ -81,7 +72,7 @@ def build_decoder(
 
 def on_one_gpu(fused: FusedDecoder) -> bool:
     """Whether the whole model is on one GPU, so that its forwards can be recorded."""
-    places = {fused.device, *fused.devices, fused.head.device}
+    places = {fused.device, *fused.devices, fused.head.weight.device}
     return fused.device.type == "cuda" and len(places) == 1
 
 

@@ -112,10 +112,6 @@ class Decoder(Protocol):
     context_length: int
     recorded: bool
 
-    def own_bytes(self) -> int:
-        """Bytes of the weights in memory, without the input embedding."""
-        ...
-
     def new_cache(self, rows: int, slots: int) -> KVCache:
         """An empty cache of `rows` rows with at least `slots` slots."""
         ...

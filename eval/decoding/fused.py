@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from eval.decoding import cpu_bits
 from eval.decoding.forward import HiddenStates, KVCache, causal_bias, empty_cache
-from eval.decoding.weights import INT8_TERMS, Product
+from eval.decoding.weights import Product
 
 BATCHED_ROWS = 8  # from this number of rows on, attention on a CPU is two batched products
 
@@ -70,18 +70,14 @@ class Step(NamedTuple):
 class FusedDecoder:
     """A Llama-like model with q/k/v and gate/up fused, without the overhead of modules.
 
-    Without int8 the arithmetic is that of transformers' modules, except for the order of sums.
+    The arithmetic is that of transformers' modules, except for the order of sums.
     Layers may be on several devices; logits and states are returned on the embedding's device.
     """
 
     recorded = False
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        context_length: int,
-        embedding: Tensor | None = None,
-        int8: bool = False,
+        self, model: PreTrainedModel, context_length: int, embedding: Tensor | None = None
     ) -> None:
         config: Any = model.config
         body: Any = model.model
@@ -97,10 +93,6 @@ class FusedDecoder:
             self.group, self.head_size, self.dtype
         )
         self.config = config
-        # the int8 kernel needs the number of terms of each product to be a multiple of INT8_TERMS
-        sums = (config.hidden_size, self.heads * self.head_size, config.intermediate_size)
-        int8 = int8 and not any(terms % INT8_TERMS for terms in sums)
-        self.product = partial(Product.of, int8=int8)
         gemma = config.model_type == "gemma3_text"
         self.activation = partial(F.gelu, approximate="tanh") if gemma else F.silu
         self.layers = [self._layer(layer) for layer in body.layers]
@@ -115,19 +107,19 @@ class FusedDecoder:
         usual, scale = self.head_size**-0.5, body.layers[0].self_attn.scaling
         self.query_scale = 1.0 if scale == usual else scale / usual
         head = model.get_output_embeddings()
-        tied = head.weight is body.embed_tokens.weight and not int8
-        self.head = Product(self.embedding, head.bias) if tied else self.product(head)
-        self.devices = [layer.qkv.device for layer in self.layers]
+        tied = head.weight is body.embed_tokens.weight
+        self.head = Product(self.embedding, head.bias) if tied else Product.of(head)
+        self.devices = [layer.qkv.weight.device for layer in self.layers]
         self.kinds = [self._kind(number) for number in range(len(self.layers))]
         self.angles = {kind: self._angles(body, kind) for kind in {*self.kinds}}
 
     def _layer(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         if self.config.model_type == "phi3":  # the checkpoint's products are fused already
-            qkv, gate_up = self.product(attention.qkv_proj), self.product(mlp.gate_up_proj)
+            qkv, gate_up = Product.of(attention.qkv_proj), Product.of(mlp.gate_up_proj)
         else:
-            qkv = self.product(attention.q_proj, attention.k_proj, attention.v_proj)
-            gate_up = self.product(mlp.gate_proj, mlp.up_proj)
+            qkv = Product.of(attention.q_proj, attention.k_proj, attention.v_proj)
+            gate_up = Product.of(mlp.gate_proj, mlp.up_proj)
         before, after, mlp_before, mlp_after = (
             None if name is None else self._scale(layer.get_submodule(name))
             for name in NORMS.get(self.config.model_type, LLAMA_NORMS)
@@ -135,7 +127,7 @@ class FusedDecoder:
         head_norms = None
         if self.config.model_type in HEAD_NORMS:
             head_norms = self._scale(attention.q_norm), self._scale(attention.k_norm)
-        output, down = self.product(attention.o_proj), self.product(mlp.down_proj)
+        output, down = Product.of(attention.o_proj), Product.of(mlp.down_proj)
         return _Layer(before, qkv, head_norms, output, after, mlp_before, gate_up, down, mlp_after)
 
     def _kind(self, number: int) -> _Kind:
@@ -187,11 +179,6 @@ class FusedDecoder:
         )
         return torch.cat([*qk, v], dim=-1)
 
-    def own_bytes(self) -> int:
-        tied = self.head.weight is self.embedding
-        head = self.head.bias if tied else self.head
-        return nested_bytes((*self.layers, self.final_norm, head))
-
     def new_cache(self, rows: int, slots: int) -> KVCache:
         shape = (rows, self.key_heads, cpu_bits.whole_blocks(slots), self.head_size)
         shapes = [shape] * len(self.layers)
@@ -237,7 +224,7 @@ class FusedDecoder:
         if states and last in states:
             states[last] = x.to(self.device)
         x = x[:, -1:] if last_only else x
-        logits = self.head(x.to(self.head.device)).to(self.device)
+        logits = self.head(x.to(self.head.weight.device)).to(self.device)
         return logits if self.logits_scale == 1 else logits * self.logits_scale
 
     def _through_layer(
@@ -333,13 +320,6 @@ class FusedDecoder:
             return h.reshape(q.shape).transpose(1, 2)
 
         return attend
-
-
-def nested_bytes(held: Any) -> int:
-    """Bytes of the tensors in a nest of tuples."""
-    if isinstance(held, Tensor):
-        return held.nbytes
-    return sum(map(nested_bytes, held or ()))
 
 
 def batched_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -78,7 +78,6 @@ class GraphedDecoder:
         self.fused, self.record = fused, record
         self.embedding, self.device, self.dtype = fused.embedding, fused.device, fused.dtype
         self.context_length = fused.context_length
-        self.own_bytes = fused.own_bytes
         self._slots = -(-fused.context_length // BUCKET) * BUCKET
         self._free: dict[int, StaticCache] = {}  # by number
         self._numbers = itertools.count()

@@ -77,6 +77,6 @@ def device_count(model: PreTrainedModel) -> int:
     return len({parameter.device for parameter in model.parameters()})
 
 
-def model_bytes(model: PreTrainedModel) -> int:
-    """Bytes of a model's parameters; tied parameters count once."""
-    return sum(p.nbytes for p in model.parameters())
+def model_bytes(model: PreTrainedModel, *shared: str) -> int:
+    """Bytes of a model's parameters; tied parameters count once. shared: names of others'."""
+    return sum(p.nbytes for name, p in model.named_parameters() if name not in shared)

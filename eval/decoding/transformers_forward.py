@@ -172,10 +172,6 @@ class TransformersDecoder:
                 f"{error:.2g}; use a model of another family."
             )
 
-    def own_bytes(self) -> int:
-        shared = self.embedding.data_ptr()
-        return sum(p.nbytes for p in self.model.parameters() if p.data_ptr() != shared)
-
     def new_cache(self, rows: int, slots: int) -> KVCache:
         keys, values = (
             [(rows, heads, slots, size) for heads, size in sizes] for sizes in self.shapes

@@ -184,8 +184,7 @@ def load_drafts(
     for name, draft in drafts.items():
         if draft == "prompt-lookup" or (Path(draft) / "compact.json").is_file():
             raise UserError(
-                f"Draft {name!r}: transformers cannot load {draft}; give the full-vocabulary "
-                f"checkpoint (the folder above compact/), or use --engine torch."
+                f"Draft {name!r}: transformers cannot load {draft}; use --engine torch."
             )
         vocabulary = read_vocabulary(draft)
         verdict = compare(read_vocabulary(spec), vocabulary)
@@ -252,7 +251,6 @@ def _facts(model: Any, draft: Draft, gamma: int) -> dict[str, Any]:
             "target_bytes": model_bytes(model),
             "draft_bytes": model_bytes(draft.model),
             "kv_bytes_per_token": {"target": kv_bytes(model), "draft": kv_bytes(draft.model)},
-            "full_form_bytes": model_bytes(draft.model),
         },
         "missing": REFERENCE_ONLY,
     }

@@ -227,7 +227,6 @@ def evaluate(
                             "target": target.decoder.new_cache(1, 1).bytes_per_token(),
                             "draft": drafter.kv_bytes_per_token,
                         },
-                        "full_form_bytes": drafter.full_form_bytes,
                     },
                 },
                 runs=mine,

@@ -234,6 +234,19 @@ def predicted_speedup(costs: StepCosts) -> Number:
     return Number("predicted_speedup", columns, predicted)
 
 
+def predicted_with_prefill(costs: StepCosts) -> Number:
+    """`predicted_speedup` for whole outputs: drafts shorten the decode phase, not the prefill."""
+    decode = predicted_speedup(costs)
+
+    def predicted(totals: Floats) -> Floats:
+        alone, alone_prefill, prefill = np.moveaxis(totals[..., :3], -1, 0)
+        decoding = (alone - alone_prefill) / decode.statistic(totals[..., 3:])
+        return np.asarray(alone / (prefill + decoding), dtype=np.float64)
+
+    prefills = ("baseline_seconds", "baseline_prefill_seconds", "prefill_seconds")
+    return Number("predicted_with_prefill", (*prefills, *decode.columns), predicted)
+
+
 def decode_efficiency(costs: StepCosts) -> Number:
     """Decode-phase speed-up / `predicted_speedup`; 1 means no overhead besides the two models."""
     predicted = predicted_speedup(costs)
@@ -295,10 +308,12 @@ def difference(
     table: Iterable[PromptSums],
     over: Iterable[PromptSums],
     started: StartError | None = None,
+    rival: Number | None = None,
 ) -> Measured | None:
     """The number of one table minus the number of another, paired by prompt.
 
-    The two have one baseline. None if no prompt counts in both tables.
+    The two have one baseline. rival: the other's number, if it differs; of the same columns. None
+    if no prompt counts in both tables.
     """
     mine, other = _rows(number, table), _rows(number, over)
     pairs = [(row, values + other[key][1]) for key, (row, values) in mine.items() if key in other]
@@ -308,7 +323,8 @@ def difference(
     servers = [[*alone, *(width + i for i in alone)], drafting, [width + i for i in drafting]]
 
     def apart(totals: Floats) -> Floats:
-        return number.statistic(totals[..., :width]) - number.statistic(totals[..., width:])
+        others = (rival or number).statistic(totals[..., width:])
+        return number.statistic(totals[..., :width]) - others
 
     if not pairs:
         return None
@@ -403,12 +419,11 @@ class OfBoth(Part):
 
 
 class Memory(Part):
-    """Bytes in memory of the models as measured; on a CPU drafts may be in int8."""
+    """Bytes in memory of the models, as measured and as engines load them."""
 
     target_bytes: Positive
     draft_bytes: Count = Field(description="shared tensors not counted")
     kv_bytes_per_token: OfBoth
-    full_form_bytes: Count | None = Field(description="of the checkpoint that engines load")
 
     @computed_field(description="draft_bytes / target_bytes")  # type: ignore[prop-decorator]
     @property

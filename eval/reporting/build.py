@@ -36,7 +36,7 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
         )
         for draft in drafts
     }
-    started = {draft.name: draft.started for draft in drafts}
+    logs = {draft.name: draft for draft in drafts}
     shown = telling_prompts(drafts[-1].agreement or [])
     fields = {
         **run.about,
@@ -52,22 +52,25 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
             draft.name: _draft_block(draft, tables[draft.name], run, shown) for draft in drafts
         },
         "gain": [
-            {"draft": draft, "over": over}
-            | {
-                number.name: metrics.difference(
-                    number,
-                    tables[draft],
-                    tables[over],
-                    max(filter(None, (started[draft], started[over])), default=None),
-                )
-                for number in metrics.COMPARED
-            }
+            _gain(logs[draft], logs[over], tables[draft], tables[over])
             for draft, over in compared(drafts)
             # no gain without the same prompts: a server that failed decoded fewer
             if {row.id for row in tables[draft]} == {row.id for row in tables[over]}
         ],
     }
     return checked(fields)
+
+
+def _gain(log: DraftLog, rival: DraftLog, table: Table, over: Table) -> dict[str, Any]:
+    """The fields of a `Gain` of a draft over a rival."""
+    gain: dict[str, Any] = {"draft": log.name, "over": rival.name}
+    started = max(filter(None, (log.started, rival.started)), default=None)
+    for number in metrics.COMPARED:
+        gain[number.name] = metrics.difference(number, table, over, started)
+    if log.costs and rival.costs:
+        mine, other = map(metrics.predicted_with_prefill, (log.costs, rival.costs))
+        gain[mine.name] = metrics.difference(mine, table, over, rival=other)
+    return gain
 
 
 def compared(drafts: Sequence[DraftLog]) -> list[tuple[str, str]]:
@@ -149,6 +152,9 @@ def _numbers(
             "c": lambda: metrics.cost_ratio(costs),
             "verify_ratio": lambda: metrics.verify_ratio(costs, metrics.mean_drafted(table)),
             "predicted_speedup": lambda: measured(metrics.predicted_speedup(costs), table),
+            "predicted_with_prefill": lambda: measured(
+                metrics.predicted_with_prefill(costs), table
+            ),
             "decode_efficiency": lambda: measured(metrics.decode_efficiency(costs), table),
             "payoff": lambda: _payoff(log, costs, table),
         }

@@ -180,6 +180,9 @@ class DraftReport(Part):
         description="tau * t_target(1) / (gamma * t_draft + t_target(gamma + 1)) from isolated "
         "forwards, gamma the mean drafted length."
     )
+    predicted_with_prefill: Measured | None = Field(
+        None, description="the same for whole outputs, whose prefill no draft shortens."
+    )
     speedup: Measured = Field(
         description="wall seconds per emitted token without a draft / with it, prefill included; "
         "same target, engine, dtype and run, prompt by prompt, or one server after another, twice."
@@ -220,7 +223,7 @@ class DraftReport(Part):
 
     @model_validator(mode="after")
     def _null_has_a_reason(self) -> Self:
-        explained = {"sha256", "gamma", "counters", "sampled_check"}
+        explained = {"sha256", "gamma", "counters", "sampled_check", "predicted_with_prefill"}
         explained |= {entry.field for entry in self.missing}
         for name in type(self).model_fields:
             if getattr(self, name) is None and name not in explained:
@@ -236,6 +239,7 @@ class Gain(Part):
     alpha: Measured | None
     tau: Measured | None
     speedup: Measured
+    predicted_with_prefill: Measured | None = Field(None, description="null: steps not timed")
 
 
 class Baseline(Part):
@@ -359,6 +363,16 @@ class Report(Part):
     def tuned(self) -> tuple[str, DraftReport]:
         """Name and numbers of the distilled draft, or of the last draft if there is none."""
         return ("tuned", self.drafts["tuned"]) if "tuned" in self.drafts else self.last
+
+    def stated_speedup(self, numbers: DraftReport | Gain) -> Measured:
+        """The speed-up of the first lines: the reference decoder's prediction, else as measured."""
+        predicted = numbers.predicted_with_prefill if self.engine == REFERENCE else None
+        return predicted or numbers.speedup
+
+    def speedups(self, name: str) -> dict[Load, Measured]:
+        """The stated speed-up of a draft by load."""
+        draft = self.drafts[name]
+        return draft.speedup_by_load | {ONE_AT_A_TIME: self.stated_speedup(draft)}
 
     @property
     def broken(self) -> list[str]:

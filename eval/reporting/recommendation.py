@@ -152,21 +152,21 @@ def _length(schedule: Schedule, load: Load, draft: DraftReport) -> int:
 
 
 def _bound(report: Report, name: str, load: Load) -> float:
-    """The lower bound of the speed-up."""
-    return report.drafts[name].speedup_by_load[load].bounds[0]
+    """The lower bound of the stated speed-up."""
+    return report.speedups(name)[load].bounds[0]
 
 
 def _beats(report: Report, best: Recommendation, ngram: Recommendation) -> bool:
     """Whether a configuration is shown to be faster than n-gram speculation at a load."""
     for load, name in best.served.items():
         alone = ngram.served.get(load)
-        gains = [g.speedup for g in report.gain if (g.draft, g.over) == (name, alone)]
+        gains = [g for g in report.gain if (g.draft, g.over) == (name, alone)]
         if alone in (None, name):
             return True
         if load == ONE_AT_A_TIME and gains:
-            faster = gains[0].bounds[0] > 0
+            faster = report.stated_speedup(gains[0]).bounds[0] > 0
         else:
-            faster = _bound(report, name, load) > report.drafts[alone].speedup_by_load[load].mean
+            faster = _bound(report, name, load) > report.speedups(alone)[load].mean
         if faster:
             return True
     return False

@@ -19,7 +19,7 @@ def print_summary(report: Report) -> None:
     lines = ["", f"Verdict: {first.verdict}", f"Output:  {first.output}"]
     for load, rows in first.speedups.items():
         over = f"over {rows[0][1].n} prompts" if load == ONE_AT_A_TIME else f"at {load}"
-        lines += [f"Speed-up {over}:"]
+        lines += [f"{first.title} {over}:"]
         lines += [f"  {name:{width}}  {times(value)}" for name, value in rows]
     lines += [f"  {first.note}"] if first.note else []
     lines += [f"Memory:  {first.memory}"] if first.memory else []

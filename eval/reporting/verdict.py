@@ -42,6 +42,7 @@ class Top:
 
     verdict: str
     output: str
+    title: str  # of the speed-ups
     speedups: dict[Load, list[tuple[str, Measured]]]  # shown name (* REFERENCE_NOTE) and value
     note: str
     memory: str
@@ -60,11 +61,12 @@ def top(report: Report) -> Top:
     return Top(
         verdict=verdict(report),
         output=_output(report),
+        title="Speed-up" + " predicted for vLLM" * (report.engine == REFERENCE),
         speedups={
             load: [
                 (label(name) + "*" * (name in starred), speedups[load])
-                for name, draft in drafts
-                if load in (speedups := draft.speedup_by_load)
+                for name, _ in drafts
+                if load in (speedups := report.speedups(name))
             ]
             for load in loads_of(report)
         },
@@ -114,20 +116,24 @@ def measured_in(report: Report) -> str:
 
 
 def verdict(report: Report) -> str:
-    """One line: what to do, the speed-up, and the engine in which it was measured."""
+    """One line: what to do, the speed-up, and the engine of which it is."""
     engine, loads = measured_in(report), loads_of(report)
+    basis = f"measured in {engine}"
+    if report.engine == REFERENCE:
+        basis = "predicted for vLLM from acceptance and step costs in the reference decoder"
     broken = ", ".join(map(label, report.broken))
     start = f"Do NOT serve {broken}: outputs mismatch the target's. " if broken else ""
     found = recommended(report)
     if found is None:
-        if all(draft.speedup.ci95 is None for draft in report.drafts.values()):
-            most = max(d.speedup.clusters or d.speedup.n for d in report.drafts.values())
+        speedups = [report.stated_speedup(draft) for draft in report.drafts.values()]
+        if all(speedup.ci95 is None for speedup in speedups):
+            most = max(speedup.clusters or speedup.n for speedup in speedups)
             return (
                 f"{start}No verdict: {most} prompts (or groups) in {engine} are too few for an "
                 "interval."
             )
         at = f" {together(loads)}" if loads[1:] else ""
-        start += f"No draft is shown to be faster than the target alone{at} in {engine}."
+        start += f"No draft is shown to be faster than the target alone{at}, {basis}."
         return start + _too_costly(report)
     if loads[1:] or found.slow:
         return f"{start}{_by_load(report, found)} Higher loads: not measured. Measured in {engine}."
@@ -135,20 +141,18 @@ def verdict(report: Report) -> str:
     draft = report.drafts[name]
     shown = _with_length(report, name)
     ngram = next((d for d in report.drafts.values() if d.path == LOOKUP), None)
-    alone = f"; n-gram speculation alone {ngram.speedup.mean:.2f}x" if ngram else ""
+    speedup = times(report.stated_speedup(draft))
+    alone = f"; n-gram speculation alone {report.stated_speedup(ngram).mean:.2f}x" if ngram else ""
     if draft is ngram:
         alone = "; no draft is shown to be faster than this" if len(report.drafts) > 1 else ""
     if report.engine != REFERENCE:
         later = "".join(f" First token: {change}." for change in first_tokens(draft).values())
         later = _too_costly(report) + later
         return (
-            f"{start}Serve {shown} for one request at a time: {times(draft.speedup)}, measured in "
-            f"{engine}{alone}.{later} Several at a time were not measured; add --concurrency 4,8."
+            f"{start}Serve {shown} for one request at a time: {speedup}, {basis}{alone}.{later} "
+            "Several at a time were not measured; add --concurrency 4,8."
         )
-    return (
-        f"{start}Test {shown} in your engine: {times(draft.speedup)}, measured in {engine} (no "
-        f"server, one request at a time){alone}."
-    )
+    return f"{start}Test {shown} in your engine: {speedup}, {basis}{alone}."
 
 
 def _too_costly(report: Report) -> str:
@@ -250,19 +254,13 @@ def _output(report: Report) -> str:
 
 
 def _memory(report: Report, found: Recommendation | None) -> str:
-    """Memory to serve a draft model: the distilled, else the recommended, else the last one.
-
-    It is the size of the full-vocabulary checkpoint, because engines load this one.
-    """
+    """Memory to serve a draft model: the distilled, else the recommended, else the last one."""
     names = ["tuned"] if "tuned" in report.drafts else []
     for name in (*names, *(found.served.values() if found else ()), *reversed(report.drafts)):
         draft = report.drafts[name]
         if draft.serves_alone and draft.path != LOOKUP and (memory := draft.memory):
-            count = memory.full_form_bytes or memory.draft_bytes
-            return (
-                f"{size(count)} to serve {label(name)}, +{count / memory.target_bytes:.0%} of the "
-                "target (full-vocabulary checkpoint)"
-            )
+            to_serve = f"{size(memory.draft_bytes)} to serve {label(name)}"
+            return f"{to_serve}, +{memory.overhead:.0%} of the target"
     return ""
 
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from eval.decoding.drafters import LOOKUP
-from eval.reporting.fields import DraftReport, Report
+from eval.reporting.fields import Report
 from eval.reporting.verdict import at_loads, first_tokens, good_requests, label, times
 
 FEW_DRAFTS = 300
 COPIED_MUCH = 0.5  # share of tokens copied from the output itself; such outputs mostly loop
 FAIR_BASELINE = 0.95
-USUAL_EFFICIENCY = (0.8, 1.1)
+USUAL_EFFICIENCY = (0.97, 1.02)
 # Rules that keep the target's output: the same tokens if greedy, the same distribution if sampled.
 LOSSLESS_RULES = ("greedy match", "block verification", "rejection sampling")
 
@@ -27,9 +27,10 @@ class ReportWarning(NamedTuple):
 def find_warnings(report: Report) -> list[ReportWarning]:
     """All warnings about the report; mismatches come first."""
     found = [*_mismatches(report), *_about_setting(report), *_about_prompts(report)]
-    for name, draft in report.drafts.items():
+    for name in report.drafts:
         found += [
-            ReportWarning(code, f"{label(name)}: {text}") for code, text in _about_draft(draft)
+            ReportWarning(code, f"{label(name)}: {text}")
+            for code, text in _about_draft(report, name)
         ]
     return [*found, *_few_drafts(report), *_about_gains(report)]
 
@@ -115,7 +116,8 @@ def _about_prompts(report: Report) -> Iterator[ReportWarning]:
         )
 
 
-def _about_draft(draft: DraftReport) -> Iterator[tuple[str, str]]:
+def _about_draft(report: Report, name: str) -> Iterator[tuple[str, str]]:
+    draft, speedups = report.drafts[name], report.speedups(name)
     for entry in draft.missing:
         if entry.field == "prompts":
             yield "partial", f"only some prompts were measured: {entry.reason}"
@@ -128,10 +130,9 @@ def _about_draft(draft: DraftReport) -> Iterator[tuple[str, str]]:
             f"flight grow. {done.speculative:.3g} are completed per second, {done.baseline:.3g} "
             "without a draft. There is no speed-up at this rate.",
         )
-    speedups = draft.speedup_by_load
     if slower := {at: times(speedup) for at, speedup in speedups.items() if speedup.bounds[1] < 1}:
         yield "slower", f"it slows the target down, to {at_loads(slower)}."
-    elif draft.speedup.ci95 and draft.speedup.bounds[0] <= 1:
+    elif (stated := report.stated_speedup(draft)).ci95 and stated.bounds[0] <= 1:
         yield "no-effect", "the interval of the speed-up contains 1x, so no effect is shown."
     if later := first_tokens(draft):
         yield "first-token-later", f"the first token comes later: {at_loads(later)}."
@@ -169,15 +170,15 @@ def _few_drafts(report: Report) -> Iterator[ReportWarning]:
 
 def _about_gains(report: Report) -> Iterator[ReportWarning]:
     for gain in report.gain:
-        name, speedup, acceptance = label(gain.draft), gain.speedup.ci95, gain.alpha
+        name, speedup, acceptance = label(gain.draft), report.stated_speedup(gain), gain.alpha
         if report.drafts[gain.over].path == LOOKUP:
             # no warning about the base draft, because training was meant to improve it
-            if gain.draft != "untuned" and speedup and speedup[0] <= 0:
-                shown = "slower" if speedup[1] < 0 else "not shown to be faster"
+            if gain.draft != "untuned" and speedup.ci95 and speedup.bounds[0] <= 0:
+                shown = "slower" if speedup.bounds[1] < 0 else "not shown to be faster"
                 yield ReportWarning(
                     "not-over-ngram",
                     f"{name} is {shown} than n-gram speculation alone "
-                    f"({gain.speedup.mean:+.2f}x), which needs no draft.",
+                    f"({speedup.mean:+.2f}x), which needs no draft.",
                 )
         elif acceptance and acceptance.ci95 and acceptance.ci95[0] <= 0 <= acceptance.ci95[1]:
             text = (

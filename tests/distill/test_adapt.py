@@ -455,7 +455,6 @@ def reports(compared, tmp_path_factory):
 def loop(tmp_path, monkeypatch, reports):
     run = tmp_path / "code"
     made_draft(run / "draft", 0)
-    made_draft(run / "draft" / "compact", 0)
     made_draft(tmp_path / "target", 0)
     recipe = {"target": str(tmp_path / "target"), "train_prompts": "a", "eval_prompts": "b"}
     (run / "recipe.yaml").write_text(dump(build_recipe(recipe)))

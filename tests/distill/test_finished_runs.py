@@ -5,10 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from align.sources import read_json
 from distill import train
 from distill.train import run
+from eval.decoding.drafters.mtp import HEAD
+from eval.decoding.target import weights_sha256
 from eval.reporting.fields import read_report
 from eval.run import main
 from tests.distill.conftest import RUNS
@@ -42,8 +45,6 @@ def test_it_is_lossless(recipe):
 
 def test_it_leaves_what_is_promised(recipe):
     assert [name for name in FILES if not (recipe.folder / name).is_file()] == []
-    pruned = recipe.draft is None and recipe.kind.language_model
-    assert (recipe.folder / "draft" / "compact" / "compact.json").is_file() == pruned
     assert "auto_map" not in read_json(recipe.folder / "draft" / "config.json")  # no file of code
     if recipe.kind.language_model:  # engines load it over the target's whole vocabulary
         draft, target = (
@@ -51,6 +52,18 @@ def test_it_leaves_what_is_promised(recipe):
             for folder in (recipe.folder / "draft", recipe.target)
         )
         assert draft["vocab_size"] == target["vocab_size"]
+
+
+def test_what_is_measured_is_what_engines_load(recipe):
+    """Its weights and their bytes, without maps of ids, the target's head, a router's bias."""
+    draft, measured = recipe.folder / "draft", report_of(recipe.folder).drafts["tuned"]
+    assert (measured.path, measured.sha256) == (str(draft), weights_sha256(str(draft)))
+    own = [
+        tensor.nbytes
+        for name, tensor in load_file(draft / "model.safetensors").items()
+        if tensor.is_floating_point() and not name.endswith((HEAD, "correction_bias"))
+    ]
+    assert measured.memory.draft_bytes == sum(own)
 
 
 # others are read again in the same way when they are started again

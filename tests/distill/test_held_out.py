@@ -352,8 +352,6 @@ def test_of_drafts_of_several_steps_the_first_token_is_followed(
     assert round(rate, 3) != round(best.acceptance_rate, 3)
     prompts = collect_prompts(recipe, check_models(recipe).target)
     target = target_loader(recipe, prompts)()
-    # in eight bits another token than the trained weights' may be the best one
-    monkeypatch.setattr(f"eval.decoding.drafters.{kind}.INT8_TERMS", 10**9, raising=False)
     drafter = load_drafter(str(recipe.folder / "draft"), target)
     found = []
     store = Store(Path(read_json(recipe.folder / USED)["store"]))

@@ -78,10 +78,8 @@ def assert_same_draft(folder, straight, resumed=0):
 
     resumed: from which step; the mean that is logged next leaves the steps before it out.
     """
-    compact = straight / "draft" / "compact"
-    form = "draft/compact" if compact.exists() else "draft"  # the full form's rows are made of it
-    expected = load_file(straight / form / "model.safetensors")
-    got = load_file(folder / form / "model.safetensors")
+    expected = load_file(straight / "draft" / "model.safetensors")
+    got = load_file(folder / "draft" / "model.safetensors")
     assert got.keys() == expected.keys()
     weights = [name for name, weight in expected.items() if weight.is_floating_point()]
     assert all(torch.equal(got[name], expected[name]) for name in expected.keys() - set(weights))

@@ -32,14 +32,13 @@ def change(path, **changes):
 
 @pytest.fixture
 def run(tmp_path, sample_report, measurement):
-    """The folder of a finished run whose report measured the trimmed-vocabulary checkpoint."""
+    """The folder of a finished run whose report measured its draft."""
     folder = tmp_path / "outputs" / "code"
     draft = folder / "draft"
-    (draft / "compact").mkdir(parents=True)
+    draft.mkdir(parents=True)
     (draft / "config.json").write_text('{"model_type": "llama"}')
     (draft / "tokenizer.json").write_text("{}")
     save_file({"weight": torch.arange(64.0)}, draft / "model.safetensors")
-    save_file({"weight": torch.arange(8.0)}, draft / "compact" / "model.safetensors")
     recipe = {"name": "code", "target": "org/target-135m", "domain": "Python code"}
     recipe |= {"train_prompts": "/home/me/prompts/code.jsonl", "eval_prompts": "org/prompts"}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -47,7 +46,7 @@ def run(tmp_path, sample_report, measurement):
     report = sample_report.model_copy(deep=True)
     report.engine, report.device = "torch", "cpu (2 threads)"
     report.drafts["tuned"].lossless.divergences = []
-    report.drafts["tuned"].sha256 = weights_sha256(str(draft / "compact"))
+    report.drafts["tuned"].sha256 = weights_sha256(str(draft))
     write_report(folder / "report", report)
     return folder
 
@@ -196,13 +195,7 @@ def test_the_commands_of_each_kind_of_draft(run, drafter, config, words):
 
 
 def spoil_draft(run):
-    for form in (run / "draft", run / "draft" / "compact"):
-        save_file({"weight": torch.zeros(3)}, form / "model.safetensors")
-
-
-def spoil_full_form(run):
-    agreement = {"same_choice": 0.97, "trimmed_probability": 0.0}
-    (run / "draft" / "compact" / "full_form.json").write_text(json.dumps(agreement))
+    save_file({"weight": torch.zeros(3)}, run / "draft" / "model.safetensors")
 
 
 def mismatch(report):
@@ -220,7 +213,6 @@ def sampled_mismatch(report):
     ("spoil", "words"),
     [
         (spoil_draft, "other weights"),
-        (spoil_full_form, "same greedy choice at 97.0%"),
         (lambda run: change_report(run, mismatch), "1 of 40 outputs are mismatches"),
         (lambda run: change_report(run, sampled_mismatch), "other log-probabilities"),
         *(

@@ -118,7 +118,7 @@ def test_a_file_that_is_cut_short_is_named(job, tmp_path, followed, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
             run(recipe)
     for name in (
-        *("prepared/config.json", "prepared/model.safetensors", "prepared/full_head.safetensors"),
+        *("prepared/config.json", "prepared/model.safetensors", "prepared/token_ids.safetensors"),
         *(
             "prompts/held_out.jsonl",
             "prompts/ids.json",
@@ -356,17 +356,16 @@ def test_a_finished_run_keeps_what_is_needed_and_can_be_run_again(finished, tmp_
     left = {path.name for path in (folder / "checkpoint-40").iterdir()}
     assert left == {"complete", "model.safetensors", "trainer_state.json"}
     assert not [p for p in folder.rglob("*") if p.suffix in (".pt", ".pth", ".bin")]  # pickles
-    assert not (folder / "prepared" / "full_head.safetensors").exists()
     assert [p.parent.name for p in folder.rglob("README.md")] == ["draft"]  # our own card
     with safe_open(folder / "checkpoint-40" / "model.safetensors", "pt") as weights:
         assert "model.embed_tokens.weight" not in weights.keys()  # noqa: SIM118
 
-    weights = folder / "draft" / "compact" / "model.safetensors"
+    weights = folder / "draft" / "model.safetensors"
     tuned = weights.read_bytes()
     shutil.rmtree(folder / "draft")  # it is made again from the last checkpoint
     assert run(recipe) == 0
     assert weights.read_bytes() == tuned
-    os.truncate(folder / "draft" / "model.safetensors", 999)  # not measured, but served
+    os.truncate(weights, 999)
     with pytest.raises(UserError, match=r"draft/model\.safetensors"):
         run(recipe)
 

@@ -5,7 +5,7 @@ import torch
 from accelerate import dispatch_model
 
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters.pruned import FORMAT
+from eval.decoding.drafters.causal_lm import CausalLMDrafter
 from eval.decoding.graphs import GraphedDecoder
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import Target
@@ -28,8 +28,11 @@ def pair(tiny_llama):
         draft = tiny_llama(1, spread=4, num_key_value_heads=2, num_hidden_layers=1)
         draft.lm_head = torch.nn.Linear(32, 50, bias=False)
         target = Target("target", model, None, build_decoder(model, 128), frozenset({60}))
-        draft = draft.to("cuda", dtype).eval()
-        return target, FORMAT.drafter(draft, torch.arange(50, device="cuda"), target)
+        decoder = build_decoder(draft.to("cuda", dtype).eval(), 128)
+        about = {"vocab_size": target.vocab_size, "vocabulary": {}}
+        return target, CausalLMDrafter(
+            decoder=decoder, token_ids=torch.arange(50, device="cuda"), **about
+        )
 
     return make
 

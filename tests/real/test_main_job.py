@@ -80,7 +80,7 @@ def test_the_report_is_whole_and_lossless(run):
     assert report["gain"][0]["alpha"]["mean"] > 0
 
 
-def test_the_full_form_agrees_with_the_target_in_transformers_alone(run):
+def test_the_draft_agrees_with_the_target_in_transformers_alone(run):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from align.sources import load_model

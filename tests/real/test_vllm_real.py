@@ -56,7 +56,7 @@ def recipe():
 
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory):
-    """The exported draft without its compact form, which vLLM does not load either."""
+    """The files of the exported draft."""
     folder = tmp_path_factory.mktemp("full")
     for file in (Path(RUN) / "draft").iterdir():
         if file.is_file():

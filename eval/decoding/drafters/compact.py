@@ -19,29 +19,24 @@ from eval.decoding.target import tensor_sha256
 COMPACT = "draftsmith-compact/2"
 
 
-class OtherEmbedding(UserError):
-    """The target's embedding is not the one that a draft shares."""
-
-
 def check_compact(folder: Path, embedding: Tensor, dtype: torch.dtype) -> Mapping[str, Any]:
     """The fields of compact.json, if the draft was made for the target with `embedding` [V, H].
 
     dtype: the draft's. The embeddings are compared in it, because the target may be loaded in
-    another one. Raises OtherEmbedding, and UserError for another format.
+    another one. Raises UserError if they differ, and for another format.
     """
     about: dict[str, Any] = read_json(folder / "compact.json")
     if about.get("format") != COMPACT:
         raise UserError(
             f"{folder} has format {about.get('format')!r}, but this version reads {COMPACT!r}. "
-            "Use the full-vocabulary checkpoint (above a folder compact/), or train again."
+            "Train the draft again."
         )
     if about["embedding_sha256"] != (found := tensor_sha256(embedding.to(dtype))):
         made, here = (str(each).removeprefix("torch.") for each in (dtype, embedding.dtype))
-        raise OtherEmbedding(
+        raise UserError(
             f"{folder} was made in {made} with an input embedding of hash "
             f"{about['embedding_sha256'][:12]}…, but this target's, in {here}, has "
-            f"{found[:12]}…. Use the draft's target in the same dtype, or the full-vocabulary "
-            "checkpoint (above a folder compact/)."
+            f"{found[:12]}…. Use the draft's target in the same dtype."
         )
     return about
 

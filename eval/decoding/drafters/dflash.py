@@ -47,10 +47,10 @@ from eval.decoding.drafters.drafter import (
 )
 from eval.decoding.drafters.formats import DraftFormat
 from eval.decoding.forward import HiddenStates, KVCache
-from eval.decoding.fused import FusedDecoder, Step, nested_bytes
-from eval.decoding.target import Target
+from eval.decoding.fused import FusedDecoder, Step
+from eval.decoding.target import Target, model_bytes
 from eval.decoding.verification import Sampling
-from eval.decoding.weights import Int8Weight, Product
+from eval.decoding.weights import Product
 
 ARCHITECTURE = "DFlashDraftModel"  # the architecture in z-lab's layout
 EMBEDDING, HEAD, PREFIX = "model.embed_tokens.weight", "lm_head.weight", "model."
@@ -106,12 +106,11 @@ class DFlash(DraftFormat):
         return self.drafter(*load_dflash(folder, target.decoder.embedding, head, text), target)
 
     def drafter(self, model: Any, token_ids: Tensor | None, target: Target) -> DFlashDrafter:
-        """The drafter of the model for that target; on a CPU in int8, unless the target is fp32."""
         embedding = target.decoder.embedding
         decoder = DFlashDecoder(model, target.decoder.context_length, embedding)
         return DFlashDrafter(
-            **on_target_ids(token_ids, embedding) | {"form": "dflash"},
-            bytes=decoder.own_bytes(),
+            **on_target_ids(token_ids, embedding, self.name),
+            bytes=model_bytes(model, EMBEDDING, *([] if model.own_head else [HEAD])),
             kv_bytes_per_token=decoder.new_cache(1, 1).bytes_per_token(),
             decoder=decoder,
             most=model.config.block_size - 1,
@@ -199,33 +198,20 @@ def load_dflash(
 class DFlashDecoder(FusedDecoder):
     """The layers with a cache of the context, for inference.
 
-    On a CPU they are in int8, unless the embedding is fp32. A block's keys and values are written
-    behind those of the context, and are overwritten by the next ones.
+    A block's keys and values are written behind those of the context, and are overwritten by the
+    next ones.
     """
 
     def __init__(self, model: Any, context_length: int, embedding: Tensor) -> None:
-        # a target in fp32 serves exact comparisons, so its draft is not rounded
-        int8 = embedding.device.type == "cpu" and embedding.dtype != torch.float32
         # the last block of a text reaches beyond the text
         reach = context_length + model.config.block_size
-        super().__init__(model, reach, embedding, int8)
+        super().__init__(model, reach, embedding)
         body = model.model
         self.mask = model.config.dflash_config["mask_token_id"]
         self.hidden_norm = self._scale(body.hidden_norm)
-        self.fc = self.product(body.fc)
-        self.key_values = [self._without_queries(layer.qkv) for layer in self.layers]
-        self.own_head = model.own_head or isinstance(self.head.weight, Int8Weight)
-
-    def _without_queries(self, qkv: Product) -> Product:
-        """The part of a q/k/v product that gives keys and values; the weight is not copied."""
-        first, weight = self.heads * self.head_size, qkv.weight
-        if isinstance(weight, Tensor):
-            return Product(weight[first:], None)
-        return Product(Int8Weight(*(part[first:] for part in weight)), None)
-
-    def own_bytes(self) -> int:
-        head = self.head.nbytes if self.own_head else 0
-        return nested_bytes((*self.layers, self.final_norm, self.hidden_norm, self.fc)) + head
+        self.fc = Product.of(body.fc)
+        first = self.heads * self.head_size  # behind the queries
+        self.key_values = [Product(layer.qkv.weight[first:], None) for layer in self.layers]
 
     @torch.inference_mode()
     def add_context(self, states: Tensor, start: int, cache: KVCache) -> None:

@@ -78,10 +78,9 @@ class Drafter(ABC):
     """A loaded drafter.
 
     vocab_size: V. path: its spec. vocabulary: relation to the target's vocabulary and the mapping.
-    form: the checkpoint that runs. full_form_bytes: size of the full-vocabulary checkpoint for
-    other engines. bytes: in memory, without tensors shared with the target. layers: numbers
-    (forward.py) of the target's hidden states that it reads. most: the longest draft that it was
-    made for; None: any length.
+    form: `full`, a language model over all of V, or a kind whose head may be trimmed. bytes: in
+    memory, without tensors shared with the target. layers: numbers (forward.py) of the target's
+    hidden states that it reads. most: the longest draft that it was made for; None: any length.
     """
 
     vocab_size: int
@@ -89,7 +88,6 @@ class Drafter(ABC):
     form: str = "full"
     vocabulary: Mapping[str, Any]
     bytes: int = 0
-    full_form_bytes: int | None = None
     kv_bytes_per_token: int = 0
     layers: tuple[int, ...] = ()
     most: int | None = None
@@ -194,15 +192,15 @@ class HeadDrafter(Drafter):
         )
 
 
-def on_target_ids(token_ids: Tensor | None, embedding: Tensor) -> dict[str, Any]:
-    """Fields of a trimmed-vocabulary drafter for the target with this embedding [V, H].
+def on_target_ids(token_ids: Tensor | None, embedding: Tensor, kind: str) -> dict[str, Any]:
+    """Fields of a drafter of this kind for the target with this embedding [V, H].
 
     token_ids: see HeadDrafter.
     """
     coverage = 1.0 if token_ids is None else len(token_ids) / len(embedding)
     return {
         "vocab_size": len(embedding),
-        "form": "compact",
+        "form": kind,
         "vocabulary": {"relation": "identical", "strategy": "direct", "coverage": coverage},
         "token_ids": token_ids,
     }

@@ -48,9 +48,10 @@ from eval.decoding.drafters.compact import (
 from eval.decoding.drafters.drafter import Session, Text, on_target_ids, timed_choice
 from eval.decoding.drafters.formats import DraftFormat
 from eval.decoding.forward import PIECE, HiddenStates, KVCache
-from eval.decoding.fused import FusedDecoder, nested_bytes
-from eval.decoding.target import Target
+from eval.decoding.fused import FusedDecoder
+from eval.decoding.target import Target, model_bytes
 from eval.decoding.verification import Sampling
+from eval.decoding.weights import Product
 
 EMBEDDING, PREFIX = "model.embed_tokens.weight", "model."
 LAYERS = "eagle_aux_hidden_state_layer_ids"  # config.json's key for the target's states to read
@@ -100,13 +101,11 @@ class Eagle3(DraftFormat):
         return self.drafter(model, token_ids, target)
 
     def drafter(self, model: Any, token_ids: Tensor | None, target: Target) -> Eagle3Drafter:
-        """The drafter of the model for that target; on a CPU in int8, unless the target is fp32."""
         embedding = target.decoder.embedding
-        decoder = Eagle3Decoder(model, target.decoder.context_length, embedding)
         return Eagle3Drafter(
-            **on_target_ids(token_ids, embedding) | {"form": "eagle3"},
-            bytes=decoder.own_bytes(),
-            decoder=decoder,
+            **on_target_ids(token_ids, embedding, self.name),
+            bytes=model_bytes(model, EMBEDDING),
+            decoder=Eagle3Decoder(model, target.decoder.context_length, embedding),
             layers=model.target_layers,
         )
 
@@ -251,24 +250,17 @@ def load_eagle3(
 
 
 class Eagle3Decoder(FusedDecoder):
-    """The layers with a cache, for inference; on a CPU in int8, unless the embedding is fp32."""
+    """The layers with a cache, for inference."""
 
     def __init__(self, model: PreTrainedModel, context_length: int, embedding: Tensor) -> None:
-        # a target in fp32 serves exact comparisons, so its draft is not rounded
-        int8 = embedding.device.type == "cpu" and embedding.dtype != torch.float32
-        super().__init__(model, context_length, embedding, int8)
+        super().__init__(model, context_length, embedding)
         config: Any = model.config
         body: Any = model.base_model
         self.norm_before_residual = config.norm_before_residual
         self.norm_output = config.norm_output
         self.hidden_norm = self._scale(body.layers[0].hidden_norm)
         self.input_norm, self.fc_norm = body.input_norm, body.fc_norm
-        self.fc = self.product(body.fc)
-
-    def own_bytes(self) -> int:
-        norms = [norm for norm in (self.input_norm, self.fc_norm) if norm is not None]
-        weights = [weight for norm in norms for weight in norm.parameters()]
-        return super().own_bytes() + nested_bytes((self.hidden_norm, self.fc, *weights))
+        self.fc = Product.of(body.fc)
 
     def fused(self, states: Tensor) -> Tensor:
         """The states of the first layer's inputs [1, T, H], from the target's [1, T, L * H]."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from align.errors import UserError
 from align.sources import load_model, read_json, resolve_checkpoint
 from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
-from eval.decoding.drafters.compact import OtherEmbedding
 from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.drafters.formats import DraftFormat, formats, published_format
 from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
@@ -19,12 +17,9 @@ from eval.decoding.target import Target
 def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
     """The drafter of a spec.
 
-    spec: `prompt-lookup`; `lookup-first:SPEC`; a folder with compact.json or with a
-    trimmed-vocabulary checkpoint in compact/; a published EAGLE-3 or DFlash draft or Medusa heads;
-    or any other model, whose vocabulary is mapped by `strategy` (align/check.py). If the
-    trimmed-vocabulary checkpoint was made for another target (for example, another quantisation),
-    the full-vocabulary checkpoint is loaded.
-    Raises UserError if the draft cannot draft for the target without loss.
+    spec: `prompt-lookup`; `lookup-first:SPEC`; a folder with compact.json; a published EAGLE-3 or
+    DFlash draft or Medusa heads; or any other model, whose vocabulary is mapped by `strategy`
+    (align/check.py). Raises UserError if the draft cannot draft for the target without loss.
     """
     if spec == LOOKUP:
         return prompt_lookup(target)
@@ -32,35 +27,22 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
         return lookup_first(
             load_drafter(spec.removeprefix(LOOKUP_FIRST), target, strategy), target.stops
         )
-    for folder in (Path(spec) / "compact", Path(spec)):
-        if not (folder / "compact.json").is_file():
-            continue
-        about = read_json(folder / "compact.json")
-        if (kind := formats().get(about["drafter"])) is None:
+    if (Path(spec) / "compact.json").is_file():
+        name = read_json(Path(spec) / "compact.json")["drafter"]
+        if (kind := formats().get(name)) is None:
             raise UserError(
-                f"{folder} is a draft of kind {about['drafter']!r}, but this version knows only "
+                f"{spec} is a draft of kind {name!r}, but this version knows only "
                 f"{', '.join(formats())}; train a draft of one of these kinds."
             )
-        refuse_longer(folder, kind, target)
-        try:
-            drafter = kind.load(folder, target)
-        except OtherEmbedding as error:
-            if folder == Path(spec):
-                raise
-            print(f"{error}\n{spec}: taking the full-vocabulary checkpoint.", file=sys.stderr)
-            break
-        published = kind.head_size(read_json(folder / "config.json")) is not None
-        full = (folder if published else folder.parent) / "model.safetensors"
-        drafter.path = str(folder)
-        drafter.full_form_bytes = full.stat().st_size if full.is_file() else None
-        return drafter
-    if published_kind := published_format(resolve_checkpoint(spec, weights=False)):
-        folder = resolve_checkpoint(spec)
-        refuse_longer(folder, published_kind, target)
-        drafter = published_kind.load(folder, target)
-        drafter.path = spec
-        return drafter
-    return sibling_drafter(load_model(spec, target.decoder.dtype), spec, target, strategy)
+    else:
+        kind = published_format(resolve_checkpoint(spec, weights=False))
+    if kind is None:
+        return sibling_drafter(load_model(spec, target.decoder.dtype), spec, target, strategy)
+    folder = resolve_checkpoint(spec)
+    refuse_longer(folder, kind, target)
+    drafter = kind.load(folder, target)
+    drafter.path = spec
+    return drafter
 
 
 def refuse_longer(folder: Path, kind: DraftFormat, target: Target) -> None:

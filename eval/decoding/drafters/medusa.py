@@ -41,9 +41,9 @@ from eval.decoding.drafters.drafter import (
 )
 from eval.decoding.drafters.formats import DraftFormat
 from eval.decoding.forward import HiddenStates
-from eval.decoding.target import Target
+from eval.decoding.target import Target, model_bytes
 from eval.decoding.verification import Sampling
-from eval.decoding.weights import INT8_TERMS, Product
+from eval.decoding.weights import Product
 
 
 class MedusaConfig(PreTrainedConfig):
@@ -114,18 +114,16 @@ class Medusa(DraftFormat):
         return self.drafter(*load_heads(folder, target.decoder.embedding, text), target)
 
     def drafter(self, model: Any, token_ids: Tensor | None, target: Target) -> MedusaDrafter:
-        """The drafter of the model in the target's dtype; on a CPU in int8 if the sizes fit."""
+        """The drafter of the model in the target's dtype."""
         embedding = target.decoder.embedding
-        int8 = embedding.device.type == "cpu" and model.config.hidden_size % INT8_TERMS == 0
-        blocks = [Product.of(block.layers[0].to(embedding), int8=int8) for block in model.blocks]
-        head = Product.of(model.lm_head.to(embedding), int8=int8)
+        model = model.to(embedding)
         return MedusaDrafter(
-            **on_target_ids(token_ids, embedding),
-            bytes=sum(part.nbytes for part in (*blocks, head)),
+            **on_target_ids(token_ids, embedding, self.name),
+            bytes=model_bytes(model),
             layers=(target.model.config.get_text_config().num_hidden_layers,),
             embedding=embedding,
-            blocks=blocks,
-            head=head,
+            blocks=[Product.of(block.layers[0]) for block in model.blocks],
+            head=Product.of(model.lm_head),
         )
 
 

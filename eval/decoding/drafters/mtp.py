@@ -33,7 +33,7 @@ from eval.decoding.drafters.eagle3 import Eagle3Drafter
 from eval.decoding.drafters.formats import DraftFormat
 from eval.decoding.forward import HiddenStates, KVCache
 from eval.decoding.recurrent import HYBRID
-from eval.decoding.target import Target
+from eval.decoding.target import Target, model_bytes
 from eval.decoding.transformers_forward import TransformersDecoder
 
 ARCHITECTURE = "DraftsmithMtp"  # in a draft's config.json, which is otherwise the target's
@@ -66,11 +66,10 @@ class Mtp(DraftFormat):
     def drafter(self, model: Any, token_ids: Tensor | None, target: Target) -> MtpDrafter:
         """The drafter of the model for that target, whose LM head it shares."""
         model.lm_head = target.model.get_output_embeddings()
-        decoder = MtpDecoder(model, target.decoder.context_length)
         return MtpDrafter(
-            **on_target_ids(token_ids, target.decoder.embedding) | {"form": "mtp"},
-            bytes=decoder.own_bytes(),
-            decoder=decoder,
+            **on_target_ids(token_ids, target.decoder.embedding, self.name),
+            bytes=model_bytes(model, "model.embed_tokens.weight", "lm_head.weight"),
+            decoder=MtpDecoder(model, target.decoder.context_length),
             layers=(target.model.config.get_text_config().num_hidden_layers,),
         )
 
@@ -155,8 +154,7 @@ def load_mtp(
     """The draft on the target's embedding and LM head [V, H], in the embedding's dtype.
 
     folder: a draft, or a checkpoint of the target; then `base`, its config, is the target's. Raises
-    UserError if the layer is missing or has other parts or an embedding of its own, and
-    OtherEmbedding.
+    UserError if the layer is missing or has other parts or another embedding.
     """
     config = base or load_config(str(folder)).get_text_config()
     tensors = layer_tensors(folder, config)
@@ -207,10 +205,6 @@ class MtpDecoder(TransformersDecoder):
     def __init__(self, model: PreTrainedModel, context_length: int) -> None:
         super().__init__(model, context_length)
         self.lm_head: Any = model.get_output_embeddings()
-
-    def own_bytes(self) -> int:
-        shared: int = self.lm_head.weight.nbytes  # with the target
-        return super().own_bytes() - shared
 
     @torch.inference_mode()
     def head(self, y: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Masks follow the newest token: the newest token predicts the first token of a draft, each mask a
 later one. The mask is a token that occurs in no text; engines read its id from `pard_token` in
-config.json. The model is a sibling, or the target's first layers.
+config.json. The model is a sibling, or the target's first layers; it is loaded as any sibling.
 """
 
 from __future__ import annotations
@@ -12,34 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from eval.decoding.build import build_decoder
 from eval.decoding.drafters.causal_lm import CausalLMDrafter, TokenSession
-from eval.decoding.drafters.drafter import Logits, Session, Text, on_target_ids, timed_step
-from eval.decoding.drafters.pruned import Pruned
-from eval.decoding.target import Target
+from eval.decoding.drafters.drafter import Logits, Session, Text, timed_step
+from eval.decoding.drafters.formats import DraftFormat
 from eval.decoding.verification import Sampling
 
 
-class Pard(Pruned):
+class Pard(DraftFormat):
     def longest(self, config: Mapping[str, Any]) -> int | None:
         return config.get("pard_tokens")
-
-    def drafter(self, model: Any, token_ids: Tensor | None, target: Target) -> PardDrafter:
-        """The drafter of the target's first layers with a trained mask; on a CPU in int8."""
-        # a copy, because the target keeps its embedding of the mask's id
-        embedding = target.decoder.embedding.clone()
-        embedding[model.config.pard_token] = model.mask.weight[0].detach()
-        model.set_input_embeddings(nn.Embedding.from_pretrained(embedding))
-        on_cpu = embedding.device.type == "cpu"
-        decoder = build_decoder(model, target.decoder.context_length, embedding, int8=on_cpu)
-        return PardDrafter(
-            **on_target_ids(token_ids, embedding),
-            bytes=decoder.own_bytes() + embedding.nbytes,
-            decoder=decoder,
-            **of_config(model.config),
-        )
 
 
 FORMAT = Pard()

@@ -78,7 +78,7 @@ def sibling_drafter(model: Any, spec: str, target: Target, strategy: str) -> Cau
     context = target.decoder.context_length
     if chosen == "intersection":
         context = min(longest_context(model.config.get_text_config()), LONGER * context)
-    size, head_size = model_bytes(model), model.get_output_embeddings().weight.shape[0]
+    head_size = model.get_output_embeddings().weight.shape[0]
     about: dict[str, Any] = {
         "decoder": build_decoder(model, context),
         "vocab_size": vocab_size,
@@ -88,8 +88,7 @@ def sibling_drafter(model: Any, spec: str, target: Target, strategy: str) -> Cau
             "strategy": chosen,
             "coverage": verdict.coverage,
         },
-        "bytes": size,
-        "full_form_bytes": size,
+        "bytes": model_bytes(model),
     }
     if chosen == "intersection":
         return MapDrafter(target=target_vocab, draft=draft_vocab, **about)

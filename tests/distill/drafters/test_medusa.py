@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from align.errors import UserError
 from align.sources import read_json
 from distill.drafters import medusa
 from distill.drafters.kind import Draft
 from distill.drafters.medusa import fit_heads
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl, head_loss
-from eval.decoding.drafters.compact import OtherEmbedding
 from eval.decoding.drafters.medusa import MedusaConfig, MedusaModel
 from eval.reporting.fields import read_report
 from tests.distill.drafters.batches import batch_of, planned
@@ -111,7 +111,7 @@ def test_heads_are_read_as_they_were_saved_and_by_no_other_target(tmp_path):
     assert torch.equal(ids, KEPT)
     for name, tensor in model.state_dict().items():
         assert torch.equal(found.state_dict()[name], tensor)
-    with pytest.raises(OtherEmbedding):
+    with pytest.raises(UserError):
         medusa.KIND.load(tmp_path, embedding + 1, None)
 
 

@@ -162,7 +162,7 @@ def test_head_rows_are_the_inverse_of_token_ids():
     assert head_entries(None, 12) is None
 
 
-def test_the_full_form_makes_the_compact_forms_greedy_choices(target, answers):
+def test_the_served_head_makes_the_trimmed_heads_greedy_choices(target, answers):
     target = copy.deepcopy(target)
     with torch.no_grad():  # states of real models share a component, along which to lower
         target.model.embed_tokens.weight[:, 0] = 0.2  # others: 0.02
@@ -171,23 +171,23 @@ def test_the_full_form_makes_the_compact_forms_greedy_choices(target, answers):
     with torch.no_grad():  # training moves the states: the fitted rows outside would win now
         for parameter in tuned.model.layers.parameters():
             parameter.add_(0.3 * parameter.std().nan_to_num() * torch.randn_like(parameter))
-    full, agreement = full_vocabulary(tuned, draft.token_ids, draft.full_head, answers)
+    full = full_vocabulary(tuned, draft.token_ids, draft.full_head, answers)
     assert full.config.vocab_size == full.lm_head.weight.shape[0] == VOCAB
     agreed = total = dropped = 0
     for answer in answers:
         ids = torch.cat([answer.prompt_ids, answer.response_ids])[None]
         response = slice(len(answer.prompt_ids) - 1, None)
         with torch.no_grad():
-            compact = draft.token_ids[tuned(ids[:, :-1]).logits[0, response].argmax(-1)]
+            trimmed = draft.token_ids[tuned(ids[:, :-1]).logits[0, response].argmax(-1)]
             whole = full(ids[:, :-1]).logits[0, response]
-        agreed += int((compact == whole.argmax(-1)).sum())
+        agreed += int((trimmed == whole.argmax(-1)).sum())
         kept = whole.softmax(-1)[:, draft.token_ids]
         dropped += float(1 - kept.double().sum(-1).mean()) * len(whole)
         total += len(answer.response_ids)
-    assert agreed / total >= agreement["same_choice"] >= 0.999
+    assert agreed / total >= 0.999
     # what engines sample, and vLLM verifies, is the trimmed head's
-    assert max(dropped / total, agreement["trimmed_probability"]) <= 1e-4
-    assert tuned.lm_head.weight.shape[0] == 25  # the compact one is left as it was
+    assert dropped / total <= 1e-4
+    assert tuned.lm_head.weight.shape[0] == 25  # the trimmed one is left as it was
 
 
 @pytest.mark.parametrize("layers", [LAYERS, LAYERS + 1])

@@ -9,13 +9,10 @@ from align.check import compare
 from align.sources import load_model
 from align.transplant import transplant
 from align.vocab_map import build_map
-from distill.drafters.kind import Draft
-from distill.drafters.pruned import KIND
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters import loading, pruned
+from eval.decoding.drafters import loading
 from eval.decoding.drafters.drafter import Text
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.drafters.pruned import load_compact
 from eval.decoding.drafters.sibling import MapDrafter
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import Target
@@ -40,11 +37,7 @@ BRIDGES = {
     "superset, moved": ("superset", "remap", {"tokens": ["aa", "ba", "ab", "b", "a"]}, 5),
     "intersection": ("intersection", "intersection", DRAFT, 5),
     "transplant": ("intersection", "transplant", DRAFT, 5),
-    "trimmed": ("identical", "direct", TARGET, TARGET_ROWS),
 }
-KEPT = [0, 1, 3]  # by the trimmed head
-
-
 IDS = [1, 0, 2]
 
 
@@ -58,31 +51,18 @@ def checkpoints(tmp_path_factory, tiny_llama):
         make_side(folder / name, **(BRIDGES[name][2] if name in BRIDGES else TARGET))
         model = tiny_llama(seed, spread=5, vocab_size=rows, **no_stops)
         model.save_pretrained(folder / name)
-        if name == "trimmed":
-            embedding = target_embedding()
-            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight[KEPT])
-            (folder / name / "compact").mkdir()
-            draft = Draft(model, torch.tensor(KEPT))
-            KIND.save(folder / name / "compact", draft, embedding, "")
     return folder
-
-
-def target_embedding():
-    return torch.randn((TARGET_ROWS, 32), generator=torch.Generator().manual_seed(9))
 
 
 @pytest.fixture
 def target(checkpoints, forwards):
     model = load_model(str(checkpoints / "target"), torch.float32)
-    decoder = build_decoder(model, 60)
-    decoder.embedding = target_embedding()
-    return Target(str(checkpoints / "target"), model, None, decoder, NEVER)
+    return Target(str(checkpoints / "target"), model, None, build_decoder(model, 60), NEVER)
 
 
 @pytest.fixture
-def load(checkpoints, target, monkeypatch):
-    """load(name): the draft of that name, loaded as any run loads it, but not in eight bits."""
-    monkeypatch.setattr(pruned, "build_decoder", lambda *given, int8: build_decoder(*given))
+def load(checkpoints, target):
+    """load(name): the draft of that name, loaded as any run loads it."""
 
     def load_it(name):
         relation, strategy, _, _ = BRIDGES[name]
@@ -93,7 +73,7 @@ def load(checkpoints, target, monkeypatch):
     return load_it
 
 
-@pytest.mark.parametrize("name", [name for name in BRIDGES if name != "trimmed"])
+@pytest.mark.parametrize("name", BRIDGES)
 def test_no_strategy_changes_the_model_it_is_given(checkpoints, load, monkeypatch, name):
     given = load_model(str(checkpoints / name), torch.float32)
     before = {key: tensor.clone() for key, tensor in given.state_dict().items()}
@@ -114,8 +94,6 @@ def plain_q(name, model, context, sampling):
     """q after `context` [V] by the model of transformers and the tables above, token by token."""
     _, strategy, words, _ = BRIDGES[name]
     own = words["tokens"]
-    if name == "trimmed":
-        own = [own[i] for i in KEPT]
     alike = [[d for d, word in enumerate(own) if word == token] for token in TARGET["tokens"]]
     # the last of those spelt alike is written; "ba" is the one token that a draft may lack
     pieces = [found[-1:] or [alike[1][-1], alike[0][-1]] for found in alike]
@@ -144,10 +122,7 @@ def plain_q(name, model, context, sampling):
 def test_q_is_the_drafts_own_over_the_shared_tokens(checkpoints, load, name):
     """After every stretch of a text, and while it grows."""
     draft = load(name)
-    if name == "trimmed":
-        model, _ = load_compact(checkpoints / name / "compact", target_embedding())
-    else:
-        model = load_model(str(checkpoints / name), torch.float32)
+    model = load_model(str(checkpoints / name), torch.float32)
     text = [0, 3, 2, 3, 1, 0, 3, 3, 2, 1, 1, 0]
     for sampling in (SAMPLING, Sampling(1.0)):
         forced = draft.teacher_forced(IDS, text, sampling, {})

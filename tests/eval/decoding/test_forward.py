@@ -1,8 +1,5 @@
 """The decoders against transformers: the same weights, one plain forward over the whole text."""
 
-import copy
-import gc
-
 import pytest
 import torch
 from transformers import (
@@ -25,7 +22,6 @@ from eval.decoding.fused import BATCHED_ROWS, FusedDecoder
 from eval.decoding.graphs import GraphedDecoder
 from eval.decoding.target import model_bytes
 from eval.decoding.transformers_forward import TransformersDecoder
-from eval.decoding.weights import INT8_ROWS, Int8Weight
 from tests.eval.decoding.replayed import Replayed
 
 VOCAB, CONTEXT = 53, 48
@@ -123,7 +119,7 @@ def test_ragged_rows_have_the_logits_of_each_row_alone(model, count, width):
 def test_a_shared_embedding_is_used_in_place():
     model = made("llama")
     shared = model.model.embed_tokens.weight.detach().clone()
-    decoder = build_decoder(model, CONTEXT, shared)
+    decoder = FusedDecoder(model, CONTEXT, shared)
     assert decoder.embedding is shared
 
 
@@ -252,64 +248,3 @@ def test_weights_of_a_mapped_file_are_let_go_once_fused(tmp_path):
     fused = sum(2 * weight.nbytes for weight in old)
     assert before - resident() > 0.9 * fused  # all but the pages that their neighbours share
     assert all(map(torch.equal, old, want))  # who still reads them reads the file again
-    # in eight bits nothing of the file is needed but the embedding, which may be another's
-    again = LlamaForCausalLM.from_pretrained(tmp_path)
-    decoder = build_decoder(
-        again, CONTEXT, again.model.embed_tokens.weight.detach().clone(), int8=True
-    )
-    mapped = resident()
-    del again, model, old, parameter
-    gc.collect()
-    assert mapped > resident() == 0
-    assert decoder.own_bytes() > 0
-
-
-@pytest.mark.parametrize("kind", ["llama", "llama with biases", "qwen2", "qwen3"])
-def test_eight_bits_are_the_rounded_weights(kind):
-    model = made(kind)
-    decoder = build_decoder(model, CONTEXT, int8=True)
-    rounded = copy.deepcopy(model)
-    with torch.no_grad():
-        for name, module in rounded.named_modules():
-            if isinstance(module, torch.nn.Linear):
-                values, scales = Int8Weight.of(module.weight)
-                assert values.abs().max() == 127, name
-                unit = scales[:, None] / 2 + 1e-9
-                assert ((values * scales[:, None] - module.weight).abs() <= unit).all()
-                # a new one: the head of a tied model is not its embedding any more
-                module.weight = torch.nn.Parameter(values * scales[:, None])
-    text = torch.randint(0, VOCAB, (1, INT8_ROWS + 4), generator=torch.Generator().manual_seed(1))
-    want = rounded(text).logits
-    assert not torch.allclose(want, model(text).logits, atol=1e-4)
-    cache = decoder.new_cache(1, CONTEXT)
-    assert_close(decoder.forward(text[:, :-2], 0, cache), want[:, :-2])  # weights unpacked
-    assert_close(decoder.forward(text[:, -2:], INT8_ROWS + 2, cache), want[:, -2:])
-
-
-def test_eight_bits_need_sizes_that_the_kernel_can_read():
-    config = LlamaConfig(**(SHAPE | {"intermediate_size": 40}))
-    model = LlamaForCausalLM(config).eval()
-    text = torch.arange(3)[None]
-    logits = build_decoder(model, CONTEXT, int8=True)
-    plain = build_decoder(model, CONTEXT)
-    assert torch.equal(
-        logits.forward(text, 0, logits.new_cache(1, 4)),
-        plain.forward(text, 0, plain.new_cache(1, 4)),
-    )
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_own_bytes_leave_out_the_embedding(kind):
-    model = made(kind)
-    total = sum(p.numel() * p.element_size() for p in model.parameters())
-    embedding = model.get_input_embeddings().weight
-    expected = total - embedding.numel() * embedding.element_size()
-    assert build_decoder(model, CONTEXT).own_bytes() == expected
-
-
-def test_own_bytes_in_eight_bits():
-    model = made("llama")
-    linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    norms = [p for n, p in model.named_parameters() if "norm" in n]
-    expected = sum(w.numel() + 4 * w.shape[0] for w in linear) + 4 * sum(w.numel() for w in norms)
-    assert build_decoder(model, CONTEXT, int8=True).own_bytes() == expected

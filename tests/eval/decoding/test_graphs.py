@@ -1,6 +1,5 @@
 """Recorded forwards, without a GPU: what is recorded, when, and that a broken graph is noticed."""
 
-import copy
 import gc
 import itertools
 from types import SimpleNamespace
@@ -11,14 +10,12 @@ import torch
 
 from eval.decoding import forward, fused, generation, graphs, loop
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters import pard
 from eval.decoding.drafters.causal_lm import CausalLMDrafter, teacher_forced_logits
 from eval.decoding.drafters.lookup import lookup_first
 from eval.decoding.generation import generate_batched
 from eval.decoding.graphs import GraphedDecoder, StaticCache
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import Target
-from eval.decoding.transformers_forward import TransformersDecoder
 from eval.decoding.verification import Sampling
 from eval.measuring import losslessness
 from eval.measuring.evaluation import Plan, evaluate
@@ -207,32 +204,6 @@ def test_a_graph_that_is_wrong_in_an_early_bucket_is_a_mismatch(tiny, pair, monk
     (entry,) = check.ledger(none, 0, prompts, [run], [run])["divergences"]
     assert not entry["tie"]
     assert entry["position"] == 32 - len(IDS)  # the last step of the first bucket
-
-
-@pytest.mark.parametrize("build", ["graphed", "Transformers"])
-def test_a_pard_mask_is_read_by_every_decoder(tiny, pair, monkeypatch, build):
-    """Its embedding replaces the target's own of that token, which the target goes on reading."""
-    plain, _, recorder = pair
-    mask = VOCAB - 1
-    decoders = {
-        "graphed": lambda *given, int8: GraphedDecoder(build_decoder(*given), recorder),
-        "Transformers": lambda model, context, *_, int8: TransformersDecoder(model, context),
-    }
-    monkeypatch.setattr(pard, "build_decoder", decoders[build])
-    model = copy.deepcopy(tiny(0))
-    model.config.pard_token = mask
-    model.add_module("mask", torch.nn.Embedding(1, plain.embedding.shape[1]))
-    expected = copy.deepcopy(tiny(0))
-    with torch.no_grad():
-        expected.get_input_embeddings().weight[mask] = model.mask.weight[0]
-    drafter = pard.FORMAT.drafter(model, None, Target("tiny", tiny(0), None, plain, frozenset()))
-    ids = torch.tensor([[*IDS[:3], mask, mask]])
-    found = drafter.decoder.forward(ids, 0, drafter.decoder.new_cache(1, 40))
-    with torch.no_grad():
-        torch.testing.assert_close(found, expected(ids).logits, rtol=1e-4, atol=1e-5)
-        unmasked = plain.forward(ids, 0, plain.new_cache(1, 40))
-        torch.testing.assert_close(unmasked, tiny(0)(ids).logits, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(found, unmasked, atol=0.1)
 
 
 def stale_position(run, inputs):

@@ -27,7 +27,7 @@ class Remembered:
 
     def __init__(self, decoder):
         self.decoder, self.known = decoder, {}
-        for name in ("device", "dtype", "context_length", "embedding", "own_bytes"):
+        for name in ("device", "dtype", "context_length", "embedding"):
             setattr(self, name, getattr(decoder, name))
 
     def new_cache(self, rows, slots):

@@ -33,10 +33,10 @@ FEW = ("--max_new_tokens", "8")
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory, tiny_llama):
-    """Drafts `wide` of more rows, `other` with other token ids, and `compact`, a trimmed one."""
+    """Drafts `wide` of more rows, `other` with other token ids, and `shared` of another kind."""
     root = tmp_path_factory.mktemp("others")
-    (root / "compact").mkdir()
-    (root / "compact" / "compact.json").write_text("{}")
+    (root / "shared").mkdir()
+    (root / "shared" / "compact.json").write_text("{}")
     save(root / "wide", tiny_llama(spread=4, **SHAPE | {"vocab_size": 264}))
     save(root / "other", tiny_llama(**SHAPE))
     path = root / "other" / "tokenizer.json"
@@ -272,7 +272,7 @@ def test_a_checkpoint_s_own_generation_config_is_left_aside(tiny_llama):
     ("draft", "says"),
     [
         ("other", "Draft 'other': its vocabulary is .*--engine torch"),
-        ("compact", r"Draft 'compact': .*the folder above compact/"),
+        ("shared", r"Draft 'shared': .*--engine torch"),
         ("prompt-lookup", "Draft 'prompt-lookup': .*--engine torch"),
     ],
 )

@@ -1,5 +1,6 @@
 """Every number by a hand-computed example, and against a slow reference."""
 
+import dataclasses
 import random
 
 import numpy as np
@@ -156,6 +157,21 @@ def test_decode_efficiency_leaves_prefill_and_a_cut_step_out():
     both = prompt_table([run], [make_baseline(prefill=30.0)])
     # a speed-up of 1.5; a mean acceptance length of 1.5 at draft length 2 predicts 1.5 / 1.4
     assert measured(metrics.decode_efficiency(COSTS), both).mean == pytest.approx(1.4)
+
+
+def test_what_is_predicted_of_whole_outputs_has_the_prefill():
+    """A step of 1 s alone is 1.4 s with 2 drafted tokens, of which all or none are accepted."""
+    runs = [make_run("a", (2, 2), (2, 2), (9, 9), 4.0), make_run("b", (0, 0), (2, 2), (9, 9), 4.0)]
+    both = prompt_table(runs, [make_baseline(name, prefill=3.0) for name in "ab"])
+    number, free = (
+        metrics.predicted_with_prefill(dataclasses.replace(COSTS, draft_step_ms=ms))
+        for ms in (0.1, 0.0)
+    )
+    expected = [18 / (8 + 12 * step / 2) for step in (1.4, 1.2)]  # 2 tokens a step in the mean
+    for each, value in zip((number, free), expected, strict=True):
+        assert measured(each, both).mean == pytest.approx(value)
+    gain = difference(free, both, both, rival=number)
+    assert gain.mean == pytest.approx(expected[1] - expected[0])
 
 
 def test_gains_are_paired_differences():
