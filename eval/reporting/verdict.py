@@ -133,7 +133,7 @@ def verdict(report: Report) -> str:
                 "interval."
             )
         at = f" {together(loads)}" if loads[1:] else ""
-        start += f"No draft is shown to be faster than the target alone{at}, {basis}."
+        start += f"No draft is shown to be faster than the target alone{at}, as {basis}."
         return start + _too_costly(report)
     if loads[1:] or found.slow:
         return f"{start}{_by_load(report, found)} Higher loads: not measured. Measured in {engine}."
