@@ -1,11 +1,11 @@
-"""Compares the training of two checkouts on the same outputs: tokens a second, in turns.
+"""Compares the training of two checkouts on the same outputs: tokens a second and memory, in turns.
 
     python tests/benchmarks/training_speed.py OLD NEW [--kinds KIND …] [--rounds 3]
 
 OLD and NEW are checkouts. Each has its own outputs in OLD/.cache and NEW/.cache, made by the same
 target, seed and temperature. A round trains each kind for one epoch in each checkout, without
 held-out measuring, and is timed from the line of the stage to the line of the next. It prints the
-ratio of times of the rounds, and their range.
+ratio of times of the rounds, and their range; and the most memory of each process, in GB (Linux).
 """
 
 import argparse
@@ -28,8 +28,8 @@ KINDS = {
 }
 
 
-def seconds_of(checkout: Path, kind: str, outputs: int) -> float:
-    """The time of a training; its process is ended afterwards."""
+def cost_of(checkout: Path, kind: str, outputs: int) -> tuple[float, float]:
+    """Seconds of a training, and the most GB of its process, which is ended afterwards."""
     folder = checkout / "outputs" / f"speed-{kind}"
     shutil.rmtree(folder, ignore_errors=True)
     keys = COMMON | KINDS[kind] | {"drafter": kind, "max_answers": outputs, "output_dir": folder}
@@ -44,8 +44,10 @@ def seconds_of(checkout: Path, kind: str, outputs: int) -> float:
             if FIRST in line:
                 began = time.perf_counter()
             if NEXT in line:
+                seconds = time.perf_counter() - began
+                status = Path(f"/proc/{process.pid}/status").read_text()
                 process.kill()
-                return time.perf_counter() - began
+                return seconds, int(status.partition("VmHWM:")[2].split()[0]) / 1e6
     raise SystemExit(f"{checkout}: {' '.join(command)} ended without {NEXT!r}")
 
 
@@ -62,10 +64,11 @@ def main() -> None:
         ratios = []
         for number in range(args.rounds):
             order = checkouts if number % 2 == 0 else checkouts[::-1]
-            times = {checkout: seconds_of(checkout, kind, args.outputs) for checkout in order}
-            old, new = (times[checkout] for checkout in checkouts)
+            costs = {checkout: cost_of(checkout, kind, args.outputs) for checkout in order}
+            (old, old_memory), (new, new_memory) = (costs[checkout] for checkout in checkouts)
             ratios.append(old / new)
-            print(f"{kind}: {old:.2f} s, {new:.2f} s", flush=True)
+            memory = f"{old_memory:.2f} GB, {new_memory:.2f} GB"
+            print(f"{kind}: {old:.2f} s, {new:.2f} s; {memory}", flush=True)
         middle, least, most = statistics.median(ratios), min(ratios), max(ratios)
         print(f"{kind}: {middle:.2f} times as fast [{least:.2f}, {most:.2f}]", flush=True)
 
