@@ -33,7 +33,6 @@ warnings.filterwarnings(
 TRAINED_RATES = (5e-5, 2e-4)
 LORA_RATE = 5e-3  # of a new draft of hidden size WIDTH
 FITTED_SHARE = 0.1  # factor on the rate of least-squares-initialised weights (docs/lab-notes.md)
-WARMUP = 30  # steps: a training of fewer never has the full rate, which would ruin a new draft
 WAIT = 7 * 24 * 3600  # seconds of waiting for a process; the launcher notices a dead one
 
 
@@ -61,7 +60,7 @@ def training_config(recipe: Recipe, width: int = WIDTH) -> SFTConfig:
     usual = from_first(usual_dtype(recipe.training.get("use_cpu", False)))
     values: dict[str, Any] = {
         "learning_rate": usual_rate(recipe, width),
-        "warmup_steps": WARMUP,
+        "warmup_steps": recipe.kind.warmup,
         "bf16": usual == "bfloat16" and not recipe.training.get("fp16", False),
         "fp16": usual == "float16" and not recipe.training.get("bf16", False),
         "report_to": "none",

@@ -94,19 +94,20 @@ class DraftKind:
     `Pruned`. made_from: what a draft can be made from. language_model: whether the draft is a
     causal LM, which may have adapters, another tokenizer, a GGUF file; if it is made from the
     target, it keeps the first num_draft_layers layers. rate: the usual learning rate of a new draft
-    of hidden size WIDTH, without LoRA; a wider draft has a lower rate, at least least_rate.
-    fitted_weights: beginnings of the names of least-squares-initialised weights, which need a lower
-    rate. has_mask: whether the draft reads a token that occurs in no text (`Origin.mask`).
-    added_modules: names of the modules that are added to a language model and are trained in full
-    with LoRA, too. targets: types of the targets that a draft is made from. trained: whether the
-    target's checkpoint has a trained base draft. unused: keys of a recipe that must have no value.
-    served_states: whether the target's states may come from a vLLM (served_states.py), which
-    computes quantised and large targets.
+    of hidden size WIDTH, without LoRA; a wider draft has a lower rate, at least least_rate. warmup:
+    its steps until the whole rate; a training of fewer never has it. fitted_weights: beginnings of
+    the names of least-squares-initialised weights, which need a lower rate. has_mask: whether the
+    draft reads a token that occurs in no text (`Origin.mask`). added_modules: names of the modules
+    that are added to a language model and are trained in full with LoRA, too. targets: types of the
+    targets that a draft is made from. trained: whether the target's checkpoint has a trained base
+    draft. unused: keys of a recipe that must have no value. served_states: whether the target's
+    states may come from a vLLM (served_states.py), which computes quantised and large targets.
     """
 
     made_from: tuple[Literal["target", "sibling"], ...] = ("target",)
     language_model = False
     rate, least_rate = 3e-3, 5e-5
+    warmup = 30
     fitted_weights: tuple[str, ...] = ()
     has_mask = False
     added_modules: tuple[str, ...] = ()
