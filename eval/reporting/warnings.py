@@ -151,8 +151,8 @@ def _about_draft(report: Report, name: str) -> Iterator[tuple[str, str]]:
     if efficiency and efficiency.mean > USUAL_EFFICIENCY[1]:
         yield (
             "slow-steps",
-            f"decoding reaches {efficiency.mean:.2f} of the predicted speed-up, because single "
-            "steps were timed on a busy machine. Measure again.",
+            f"decoding reaches {efficiency.mean:.2f} of the predicted speed-up: steps timed alone "
+            "took longer than while decoding. Measure again on an idle machine.",
         )
 
 
