@@ -1,8 +1,8 @@
 """The time of a run: one clock for all stages, stored in the run's folder.
 
-In a run with `minutes` the target generates outputs, with their hidden states, until a third of the
-minutes is over. The draft is trained until two thirds are over. The evaluation uses the remaining
-time. A resumed run also counts the time before its interruption.
+In a run with `minutes` each stage ends at its share of them (`Shares`): the target generates
+outputs, with their hidden states; the draft is trained; the drafts are measured. A resumed run also
+counts the time before its interruption.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from accelerate import PartialState
@@ -25,10 +25,23 @@ from align.sources import read_json
 from distill.teacher.store import Answers
 
 CLOCK = "clock.json"
-ANSWERED, TRAINED, EVALUATED = 1 / 3, 2 / 3, 1.0  # shares of `minutes` at which a stage ends
 SAVING = 0.02  # share of `minutes` that training leaves for saving and export
 SAFETY = 0.9  # share of the time left that a round of outputs fills, at the last round's speed
 KEPT_EVERY = 5.0  # seconds between two writes of the time
+
+
+class Shares(NamedTuple):
+    """Shares of `minutes` at which the outputs, the training and the reference decoder end.
+
+    The rest is for an engine.
+    """
+
+    answered: float
+    trained: float
+    decoded: float
+
+
+HERE, IN_ENGINE = Shares(1 / 3, 0.72, 1.0), Shares(0.27, 0.55, 0.7)
 
 
 class Clock:
@@ -38,9 +51,9 @@ class Clock:
     time is written every KEPT_EVERY seconds, so that a kill loses no more.
     """
 
-    def __init__(self, folder: Path, minutes: float | None) -> None:
+    def __init__(self, folder: Path, minutes: float | None, shares: Shares = HERE) -> None:
         """minutes: the run's time budget; None: the recipe's counts alone limit the run."""
-        self.path, self.minutes = folder / CLOCK, minutes
+        self.path, self.minutes, self.shares = folder / CLOCK, minutes, shares
         kept: dict[str, Any] = {"seconds": 0.0, "training": None}
         if self.path.exists():
             kept = read_json(self.path)
@@ -94,8 +107,8 @@ class Clock:
         """
         if self.minutes is None:
             return 0.0
-        planned = 60 * self.minutes * (TRAINED - SAVING - ANSWERED)
-        end = 60 * self.minutes * ANSWERED + planned
+        planned = 60 * self.minutes * (self.shares.trained - SAVING - self.shares.answered)
+        end = 60 * self.minutes * self.shares.answered + planned
         if self.training is None:
             self.training = self.seconds()
             self.keep()
@@ -128,7 +141,7 @@ def answers_in_time(
     """
     first, starting = max(1, batch // 8), clock.seconds()
     made, new = 0, min(first, len(lacking))
-    if new and from_first(clock.left(ANSWERED) <= 0 and lacking[0] >= batch):
+    if new and from_first(clock.left(clock.shares.answered) <= 0 and lacking[0] >= batch):
         new = 0  # a resumed run has enough outputs
     if new:
         start()  # here, because its time says nothing of a round's speed
@@ -139,13 +152,15 @@ def answers_in_time(
         answers = answer(lacking[made] if made < len(lacking) else total)
         if new == 0 or made == len(lacking):
             return answers
-        left, took = from_first((clock.left(ANSWERED) - another, clock.seconds() - began))
+        left, took = from_first(
+            (clock.left(clock.shares.answered) - another, clock.seconds() - began)
+        )
         more = int(SAFETY * left * new / took)
         if more < max(1, first // 2):
             if made == first and PartialState().is_main_process:
                 print(
-                    f"Warning: the first {made} outputs took {took:.0f} seconds, and a third of "
-                    "the minutes is too short for more; raise minutes."
+                    f"Warning: the first {made} outputs took {took:.0f} seconds, and their "
+                    "share of the minutes is too short for more; raise minutes."
                 )
             return answers
         new = min(more, len(lacking) - made)

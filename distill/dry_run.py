@@ -37,7 +37,7 @@ from eval.measuring.timing import step_costs
 
 EXAMPLE = 1000  # characters of a prompt's beginning, and of its end, that are printed
 DEPTHS = range(1, 5)  # layers of a pruned draft that are tried besides the recipe's
-ROUNDS = 8  # in which each step is timed; the first three do not count
+ROUNDS = 5  # in which each step is timed
 TRAINED_BYTES = 16  # a trained parameter in fp32: weight, gradient, two moments of AdamW
 CHECKPOINT = 3 * 4  # bytes of a parameter there: weight and two moments of AdamW in fp32
 FEW = 8  # outputs of a run with `minutes` that must fit on the disk
@@ -95,7 +95,7 @@ def print_gain(recipe: Recipe, pair: Pair, prompts: list[list[int]], target: Tar
     for name, variant in variants.items():
         drafter = untrained_drafter(variant, pair, target)
         timed = target.decoder, [drafter], context, recipe.max_gamma, decoding
-        (costs,) = step_costs(*timed, enough=lambda rounds: rounds == ROUNDS)
+        (costs,) = step_costs(*timed, ROUNDS)
         needed, ceiling = break_even_acceptance_rate(costs), ceiling_speedup(costs)
         c = metrics.cost_ratio(costs)
         shown = "none" if needed is None else f"{needed:.2f}"

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from align.files import write_json
 from align.machine import free_memory
 from align.sources import read_json, refuse_damaged
 from distill.card import USUAL_GAMMA, write_card
-from distill.clock import EVALUATED, TRAINED, Clock
+from distill.clock import Clock
 from distill.held_out import held_out_curve
 from distill.models import Pair
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe
 from distill.run_folder import provenance
 from distill.teacher.answers import USED
+from eval import run
 from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
-from eval.engines.local_vllm import speculation
+from eval.engines.local_vllm import EngineMissing, speculation, vllm_python
 from eval.measuring.evaluation import Plan
 from eval.measuring.evaluation import evaluate as measure
-from eval.measuring.journal import JOURNAL, Journal
+from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
 from eval.reporting.build import build_report
-from eval.reporting.fields import Report
+from eval.reporting.fields import Report, read_report
 from eval.reporting.files import write_report
+
+SHORTEST = 1.0  # minutes that an engine is given even if no time is left
 
 
 def evaluate(
@@ -51,14 +56,54 @@ def evaluate(
             f"\n\n    {shlex.join(in_vllm(recipe))}"
         )
     elif load is not None:
-        report = _measured_here(recipe, pair, prompts, load(), clock, made_by)
+        with Journal(folder / "report" / JOURNAL) as journal:
+            report = _measured_here(recipe, pair, prompts, load(), clock, made_by, journal)
+            curve = held_out_curve(folder, prompts.held_out)
+            report = report.model_copy(update={"held_out": curve})
+            write_report(folder / "report", report)
     write_json(folder / "provenance.json", made_by)
     if report is None:
         return None
-    report = report.model_copy(update={"held_out": held_out_curve(folder, prompts.held_out)})
-    write_report(folder / "report", report)
     write_card(folder / "draft", folder, [report])
     return report
+
+
+def in_engine(recipe: Recipe) -> bool:
+    """Whether the run ends in vLLM. Raises EngineMissing if the recipe names it in vain."""
+    if recipe.engine is None or recipe.served:
+        return False
+    try:
+        vllm_python()
+    except EngineMissing:
+        if recipe.engine == "vllm":
+            raise
+        return False
+    return True
+
+
+def evaluate_in_engine(recipe: Recipe, report: Report, clock: Clock, folder: Path) -> Report | None:
+    """Write and return vLLM's report on the target alone, n-gram speculation and the draft.
+
+    None if vLLM fails. report: of the reference decoder, whose draft lengths are used.
+    """
+    options = ["--run", str(recipe.folder), "--engine", "vllm", "--output_dir", str(folder)]
+    for option, name in (("--gamma", "tuned"), ("--ngram_gamma", "lookup")):
+        options += [option, str(report.drafts[name].gamma or USUAL_GAMMA)]
+    if recipe.minutes is not None:
+        again = (folder / "report" / "report.json").exists()
+        usual = recipe.minutes * (1 - clock.shares.decoded)
+        options += ["--minutes", f"{usual if again else max(SHORTEST, clock.left(1.0) / 60):.2f}"]
+    os.environ.pop("WORLD_SIZE", None)  # the run's other processes have ended
+    status = run.main(options, summary=False)
+    if status == INTERRUPTED:
+        raise KeyboardInterrupt
+    if status:
+        print("Warning: the drafts were not measured in vLLM; the lines above say why.")
+        return None
+    served = read_report(folder).model_copy(update={"held_out": report.held_out})
+    write_report(folder / "report", served)
+    write_card(recipe.folder / "draft", recipe.folder, [report, served])
+    return served
 
 
 def _measured_here(
@@ -68,13 +113,16 @@ def _measured_here(
     target: Target,
     clock: Clock,
     made_by: dict[str, Any],
+    journal: Journal,
 ) -> Report:
-    """The report of the reference decoder on base draft, n-gram speculation, distilled draft, and
-    n-gram, then distilled draft, as engines load them.
+    """The report of the reference decoder on n-gram speculation, distilled draft, and n-gram, then
+    distilled draft, as engines load them; also on a base draft that others trained.
     """
     distilled = load_drafter(str(recipe.folder / "draft"), target, pair.strategy)
     drafts: dict[str, Drafter] = {}
-    if recipe.training.get("max_steps") != 0:  # else base and distilled draft are the same
+    trained = recipe.draft is not None or recipe.kind.trained  # before this run
+    # with max_steps 0 base and distilled draft are the same
+    if trained and recipe.training.get("max_steps") != 0:
         spec = recipe.draft or str(recipe.folder / "prepared")
         drafts["untuned"] = load_drafter(spec, target, pair.strategy)
     drafts |= {"lookup": prompt_lookup(target), "tuned": distilled}
@@ -84,19 +132,19 @@ def _measured_here(
     if recipe.minutes is not None:
         # a run that has a report is measured again, in the usual share of its minutes
         again = (recipe.folder / "report" / "report.json").exists()
-        seconds = 60 * recipe.minutes * (EVALUATED - TRAINED) if again else clock.left(EVALUATED)
-    with Journal(recipe.folder / "report" / JOURNAL) as journal:
-        logs = measure(
-            target,
-            drafts,
-            prompts.evaluation,
-            prompts.tuning,
-            Decoding(recipe.sampling, target.stops, recipe.max_new_tokens, recipe.seed),
-            Plan(recipe.gamma, recipe.max_gamma, recipe.speed_prompts, seconds=seconds),
-            journal,
-            made_by,
-        )
-        return build_report(*logs)
+        usual = 60 * recipe.minutes * (clock.shares.decoded - clock.shares.trained)
+        seconds = usual if again else clock.left(clock.shares.decoded)
+    logs = measure(
+        target,
+        drafts,
+        prompts.evaluation,
+        prompts.tuning,
+        Decoding(recipe.sampling, target.stops, recipe.max_new_tokens, recipe.seed),
+        Plan(recipe.gamma, recipe.max_gamma, recipe.speed_prompts, seconds=seconds),
+        journal,
+        made_by,
+    )
+    return build_report(*logs)
 
 
 def served_length(recipe: Recipe) -> int:

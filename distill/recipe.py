@@ -112,6 +112,9 @@ class Recipe:
     gamma: Count | None = _key("draft length; null: chosen on the tuning prompts", None)
     max_gamma: Count = _key("longest draft length", 6)
     speed_prompts: Count = _key("most evaluation prompts that are timed", 40)
+    engine: Literal["auto", "vllm"] | None = _key(
+        "also measures the drafts; auto: vllm if it is installed; null: none", "auto"
+    )
     tuning_prompts: Count = _key("training prompts set aside to choose the draft length", 8)
     dtype: Literal["bfloat16", "float16", "float32"] = _key(
         "of target and saved draft; without bf16 instructions float32 on a CPU, float16 on a GPU",

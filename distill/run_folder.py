@@ -29,7 +29,7 @@ from eval.prompts import prompts_sha256
 # Keys that may change between two starts of a run.
 FREE_KEYS = set(
     "dry_run coverage_curve resume_from_checkpoint output_dir logging_steps save_steps report_to "
-    "answer_url target_hub_id device_map".split()
+    "answer_url target_hub_id device_map engine".split()
 )
 # Keys that may change until the draft exists; a checkpoint has the number of tokens of a step.
 BATCH_KEYS = {"tokens_per_step", "gradient_accumulation_steps"}

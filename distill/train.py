@@ -25,9 +25,9 @@ from align.errors import UserError
 from align.files import refuse_unwritable
 from align.machine import free_memory, from_first, join_processes, use_machine, wait_on_host
 from align.sources import cache_folder, read_json
-from distill.clock import Clock, answers_in_time
+from distill.clock import HERE, IN_ENGINE, Clock, answers_in_time
 from distill.dry_run import check_disk, dry_run
-from distill.evaluation import evaluate
+from distill.evaluation import evaluate, evaluate_in_engine, in_engine
 from distill.export import export_draft
 from distill.models import Pair, check_models, target_loader, with_published_kind
 from distill.prepare import fitted, prepare_draft, print_coverage
@@ -72,7 +72,8 @@ def run(recipe: Recipe, measured: bool = True, summary: bool = True) -> int:
     if recipe.dry_run:
         return dry_run(recipe)
     refuse_another_run(recipe)
-    with only_start(recipe.folder), Clock(recipe.folder, recipe.minutes) as clock:
+    shares = IN_ENGINE if measured and in_engine(recipe) else HERE
+    with only_start(recipe.folder), Clock(recipe.folder, recipe.minutes, shares) as clock:
         return run_stages(recipe, clock, measured, summary)
 
 
@@ -134,14 +135,22 @@ def run_stages(recipe: Recipe, clock: Clock, measured: bool, summary: bool) -> i
     clock.stage("Measure the drafts")
     report = evaluate(recipe, pair, prompts, load_target if measured else None, clock)
     delete_training_state(recipe.folder)
+    served, in_vllm = None, recipe.folder.with_name(f"{recipe.folder.name}-vllm")
+    if report is not None and in_engine(recipe):
+        load_target.cache_clear()  # its memory is the servers'
+        free_memory()
+        clock.stage("Measure in vLLM")
+        served = evaluate_in_engine(recipe, report, clock, in_vllm)
     clock.stage("Done")
     if not summary:
         return 0
     if report is not None:
-        print_summary(report)
+        print_summary(served or report)
     print(f"\nDraft: {recipe.folder / 'draft'}")
     if report is not None:
         print(f"Report: {recipe.folder / 'report' / 'report.html'}")
+    if served is not None:
+        print(f"Report in vLLM: {in_vllm / 'report' / 'report.html'}")
     if report is not None and pair.decoded_here:  # the demo decodes with the target itself
         print(f"Demo: {shlex.join(['python', '-m', 'eval.demo', str(recipe.folder)])}")
     return 0

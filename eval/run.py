@@ -124,6 +124,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="draft length; default: chosen on prompts that are not evaluated; servers take "
         "several, as 2,4; with --base_url: the draft length of the servers",
     )
+    ngram = "vLLM: draft length of n-gram speculation; default: --gamma"
+    add("--ngram_gamma", type=partial(_above_zero, int), metavar="N", help=ngram)
     add("--max_gamma", type=int, default=6, help="longest draft length that is tried")
     add("--max_prompts", type=int, help="most prompts; the seed draws them")
     add("--speed_prompts", type=int, default=40, help="most prompts that are timed")
@@ -134,6 +136,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--base_url", action="append", metavar="[NAME=]URL", help=running)
     add("--baseline_url", help="a running server of the same target without a draft")
     arguments = 'of each server started here, with priority, as "--tensor-parallel-size 2"'
+    time = "servers started here: time of the measurement, for which fewer prompts are timed"
+    add("--minutes", type=partial(_above_zero, float), help=time)
     add("--server_args", type=shlex.split, metavar="ARGS", help=arguments)
     at_a_time = "servers: also measure with N requests at a time, as 1,4,8,32"
     sizes, rates = partial(_listed, int, "1,2,4,8"), partial(_listed, float, "0.5,2,8")
@@ -181,6 +185,8 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
         "concurrency": serves,
         "request_rate": serves,
         "server_args": serves and not args.served,
+        "minutes": serves and not args.served,
+        "ngram_gamma": engine == "vllm" and not args.served,
         "draft_sample_method": args.served or engine in ("torch", "vllm"),
         "strategy": engine == "torch" or args.run is not None,
         "max_prompt_length": not args.served or args.run is not None,
@@ -269,10 +275,9 @@ def _of_run(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         defaults["output_dir"] = Path(f"{os.path.abspath(folder)}-{measured}")
     if given.draft is None:
         tuned = folder / "draft"
-        prepared = folder / "prepared"
-        drafts = [f"untuned={recipe['draft'] or prepared}", f"tuned={tuned}"]
-        if given.engine in SERVED and prepared.is_dir():
-            del drafts[0]  # nobody serves a base draft that was made from the target
+        drafts = [f"tuned={tuned}"]
+        if recipe["draft"]:  # nobody serves a base draft that was made from the target
+            drafts.insert(0, f"untuned={recipe['draft']}")
         if given.engine != "transformers":  # that engine is measured with checkpoints only
             drafts.insert(-1, "lookup=prompt-lookup")
         if given.engine in (None, "torch", "llama.cpp"):  # others put no n-grams before a draft
@@ -446,9 +451,12 @@ def _measure_in_engine(args: argparse.Namespace, journal: Journal) -> Report:
     prompts = evaluation.drawn(args.speed_prompts, args.seed)  # as the reference decoder draws them
     drafts, provenance = _by_name(args.draft), _made_by(args)
     if args.engine in SERVED:
-        task = Task(prompts, decoding_of(args), provenance, args.loads, args.goodput, journal)
+        seconds = args.minutes and 60 * args.minutes
+        asked = prompts, decoding_of(args), provenance, args.loads, args.goodput, journal, seconds
+        task = Task(*asked)
         engine, own = SERVED[args.engine], args.server_args
-        return measure_started(engine, args.target, drafts, args.gamma, task, own)
+        given = engine, args.target, drafts, args.gamma, task, own, args.ngram_gamma
+        return measure_started(*given)
     dtype = getattr(torch, args.dtype)
     model = load_model(args.target, dtype, args.device)
     decoding = decoding_of(args, stop_tokens(resolve_checkpoint(args.target), tokenizer))

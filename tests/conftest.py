@@ -14,7 +14,6 @@ from align.machine import use_machine
 from align.sources import _from_hub, cache_folder
 from eval.decoding.prompt_run import PromptRun
 from eval.engines.local_vllm import EngineMissing, vllm_python
-from eval.measuring import timing
 from eval.measuring.cost import StepCosts
 from eval.measuring.runs import Agreement, DraftLog, RunLog, TargetOutput
 from eval.reporting import page
@@ -74,9 +73,8 @@ def session_cache(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="session")
 def spared():
-    """No test waits for the disk; templates are read once; steps are timed in few rounds."""
+    """No test waits for the disk; templates are read once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "COST_REPEATS", 12)  # an interval needs ten
         patch.setattr(os, "fsync", lambda descriptor: None)
         patch.setattr(os, "sync", lambda: None)
         patch.setattr(page, "_environment", functools.cache(page._environment))

@@ -280,7 +280,8 @@ def choosing_gamma():
     whole = target()
     drafter = as_drafter(build(K, 1), token_ids())
     prompts = PromptSet("made up", [Prompt("p", "x")], [[1, 2, 3]])
-    (costs,) = step_costs(whole.decoder, [drafter], 20, 2, Decoding(Sampling(), frozenset(), 1))
+    how = Decoding(Sampling(), frozenset(), 1)
+    (costs,) = step_costs(whole.decoder, [drafter], 20, 2, how, 3)
     how = Decoding(Sampling(), whole.stops, 4)
     assert fastest_length(whole, drafter, prompts, how, costs, 2)[0] in (1, 2)
 

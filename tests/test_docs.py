@@ -127,7 +127,7 @@ def check_accelerate(words):
         arguments = ["--recipe", "code", *arguments]
     at = arguments.index("--recipe") + 1
     if arguments[at] in ("NAME", "sql.yaml", "outputs/explain/recipe.yaml"):
-        arguments[at] = "code"
+        arguments[at] = "code/pruned"
     load_recipe(arguments)
 
 
@@ -343,9 +343,9 @@ def shown(measured):
 def untrue(page):
     """The figures of the page that are not those of the draft and the load in their evidence."""
     for name, called, load, figure in cited(page)[0]:
-        drafts = read_report(ROOT / "docs" / name).drafts
-        draft = next((drafts[n] for n in CALLED.get(called, ()) if n in drafts), None)
-        if draft is None or figure != shown(draft.speedup_by_load[Load(0, load)]):
+        report = read_report(ROOT / "docs" / name)
+        draft = next((n for n in CALLED.get(called, ()) if n in report.drafts), None)
+        if draft is None or figure != shown(report.speedups(draft)[Load(0, load)]):
             yield name, called, load, figure
 
 
@@ -384,8 +384,6 @@ def test_counts_of_identical_outputs_are_those_of_the_evidence():
 
 # What servers on a CPU have today, and a report's servers had not, or not in the report.
 OLDER = {
-    # n-gram speculation ran with numba's threads, which slow it down (docs/engines.md)
-    "smollm2-vllm.json": {"NUMBA_THREADING_LAYER", "VLLM_CPU_KVCACHE_SPACE"},
     "qwen-vllm.json": {"VLLM_CPU_KVCACHE_SPACE"},  # set as today, not written down
 }
 

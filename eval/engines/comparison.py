@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -39,7 +41,7 @@ from eval.engines.load import (
 )
 from eval.engines.server import ServerError
 from eval.measuring.evaluation import decoding_facts, prompt_facts
-from eval.measuring.intervals import Starts
+from eval.measuring.intervals import FEWEST_CLUSTERS, Starts
 from eval.measuring.journal import Journal
 from eval.measuring.output_check import divergence
 from eval.measuring.runs import DraftLog, RunLog, Speculation, TargetOutput
@@ -182,7 +184,8 @@ class Visit(NamedTuple):
 class Task:
     """What engines are asked. limits: of the goodput, as in `load_point`.
 
-    provenance: of the report. journal: has the results so far; None: no results are kept.
+    provenance: of the report. journal: has the results so far; None: no results are kept. seconds:
+    time of all visits; so many prompts are decoded as the first visit has time for.
     """
 
     prompts: PromptSet
@@ -191,6 +194,7 @@ class Task:
     loads: Sequence[Load] = ()
     limits: dict[str, float] | None = None
     journal: Journal | None = None
+    seconds: float | None = None
 
 
 # numbers of the prompts of each conversation
@@ -244,11 +248,14 @@ class Comparison:
         self.unread = ""  # why the sampled outputs were not read
         # prompts at which a contender may fail before it is given up
         self.most_failures = max(1, int(FAILED_SHARE * len(every)))
+        self.count, self.first_ends = len(every), math.inf  # prompts, and when the first visit ends
 
     def run(self, order: Callable[[int, Conversations, int], Iterator[Visit]]) -> None:
         """Make all visits in this order, with those tasks that are open."""
         self._resume()
         visits = [*order(len(self.contenders), self.conversations, len(self.passes))]
+        if self.task.seconds is not None:
+            self.first_ends = time.monotonic() + self.task.seconds / len(visits)
         work = sum(len(visit.tasks) for visit in visits)
         done = sum(len(c.outputs) + len(c.again) + len(c.passes) for c in self.contenders)
         with tqdm(total=work, initial=done, desc="compared", unit="task") as bar:
@@ -340,7 +347,7 @@ class Comparison:
         about = dict(contender.facts)
         missing = about.pop("missing") | ({"by_load": no_load} if no_load else {})
         missing |= {"sampled_check": self.unread} if self.unread else {}
-        if len(pairs) + len(self.left_out) < len(self.prompts.prompts):
+        if len(pairs) + len(self.left_out) < self.count:
             reasons = [*self.failures(self.baseline), *self.failures(contender)]
             missing |= {"prompts": "; ".join(reasons) or "another server failed at them"}
         return DraftLog(
@@ -418,6 +425,7 @@ class Comparison:
             try:
                 with contender.running() as engine:
                     for task in visit.tasks:
+                        self._cut(visit, *task)
                         if self._open(contender, *task):
                             self._perform(contender, engine, *task, warm)
                             bar.update()
@@ -432,6 +440,12 @@ class Comparison:
             contender.gone = contender.gone or gone
             if visit.prompts and (not task or task[0] == OUTPUTS):
                 contender.failed.clear()  # an engine that is given up leaves out no prompts
+
+    def _cut(self, visit: Visit, stage: str, number: int) -> None:
+        """Leave out this prompt and the later ones if the time of the first visit is over."""
+        first = visit.contender == 0 and stage == OUTPUTS and number == self.turns[number][0]
+        if first and number >= FEWEST_CLUSTERS and time.monotonic() > self.first_ends:
+            self.count = min(self.count, number)
 
     def _open(self, contender: Contender, stage: str, number: int) -> bool:
         """Whether the task is neither done nor failed, and of use for a comparison."""
@@ -449,7 +463,7 @@ class Comparison:
             both = plain.passes.keys() & contender.passes.keys()
             undone = number not in contender.passes and (stage, number) not in plain.failed_tasks
             return undone and both >= earlier
-        if number in self.left_out:
+        if number in self.left_out or number >= self.count:
             return False
         if stage == AGAIN:
             return number not in contender.again and number in self.pairs(contender)

@@ -155,15 +155,18 @@ def measure_started(
     gammas: Sequence[int],
     task: Task,
     arguments: Sequence[str] = (),
+    ngram_gamma: int | None = None,
 ) -> Report:
     """The report of drafts, by name; a server is started for each draft and the baseline.
 
     gammas: draft lengths; if there are several, the names of drafts in the report have them.
-    arguments: of each server, with priority over ours. Raises UserError if the engine is missing,
-    and ServerError if nothing can be measured.
+    ngram_gamma: of n-gram speculation, if it has another one. arguments: of each server, with
+    priority over ours. Raises UserError if the engine is missing, and ServerError if nothing can be
+    measured.
     """
     prompts, decoding = task.prompts, task.decoding
-    positions = context_length(prompts.ids, decoding.max_new_tokens, max(gammas))
+    longest = max(*gammas, ngram_gamma or 0)
+    positions = context_length(prompts.ids, decoding.max_new_tokens, longest)
     # a later turn has no more tokens than bytes, besides those of the template
     positions += max(
         sum(
@@ -212,7 +215,11 @@ def measure_started(
         wanted = [
             (-longer, gamma, name, draft)
             for name, draft in drafts.items()
-            for longer, gamma in enumerate(reversed(servers.lengths(draft, gammas)))
+            for longer, gamma in enumerate(
+                [ngram_gamma]
+                if ngram_gamma and draft == LOOKUP
+                else reversed(servers.lengths(draft, gammas))
+            )
         ]
         # The lengths of prompts, drafts and loads change `servers.arguments`, and no result.
         shared = [

@@ -27,28 +27,29 @@ from eval.decoding.target import Target, device_count, tensor_sha256
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics
 from eval.measuring.agreement import BATCH, measure_agreement, target_texts
-from eval.measuring.cost import StepCosts
 from eval.measuring.environment import environment, gpu_name
-from eval.measuring.intervals import FEWEST_CLUSTERS, measure
+from eval.measuring.intervals import measure
 from eval.measuring.journal import Enough, Journal
 from eval.measuring.losslessness import LosslessCheck, read_sampled
 from eval.measuring.runs import AT_LONGEST, DraftLog, RunLog, TargetOutput
 from eval.measuring.timing import (
     Contender,
+    Round,
+    StepTimer,
     decode_in_turns,
     fastest_length,
     over_stock_generate,
-    step_costs,
 )
 from eval.prompts import Prompt, PromptSet
 
 # Shares of the time at which stages end.
-OUTPUTS, COSTS, LENGTHS, ACCEPTANCE, STOCK, TIMED, CHECKED = 0.15, 0.2, 0.35, 0.5, 0.55, 0.95, 1.0
-# Until then prompts are timed if an interval needs them. It is a tenth of the minutes of a run,
-# because an evaluation has a third of them.
+OUTPUTS, LENGTHS, ACCEPTANCE, STOCK, TIMED, CHECKED = 0.11, 0.22, 0.3, 0.33, 0.95, 1.0
+# Until then prompts are timed if an interval needs them: about a tenth of a run's minutes, because
+# an evaluation has a third of them.
 LATEST = 1.3
+WANTED = 24  # prompts or groups, whose interval of the speed-up is narrower than 8%
 # What stages measure even if the time is over.
-FEWEST_OUTPUTS, FEWEST_ROUNDS, FEWEST_TUNED, FEWEST_TIMED = 12, 8, 4, 2
+FEWEST_OUTPUTS, ROUNDS, FEWEST_TUNED, FEWEST_TIMED = 12, 8, 8, 2
 PROBED_TOKENS = 256  # tokens of a prompt whose logits identify the models
 
 
@@ -124,30 +125,29 @@ def evaluate(
         lambda _number, piece: target_texts(target, piece, decoding),
         list,
         "batch",
-        until(OUTPUTS, "step costs"),
+        until(OUTPUTS, "steps"),
     )
     texts = [*chain(*outputs)]
     drawn = drawn.first(len(texts))
 
-    # 2. Step costs, in the middle of an output of mean length.
+    # 2. Step costs, in the middle of an output of mean length; again with the timed prompts.
     middles = [len(ids) + len(text) // 2 for ids, text in zip(drawn.ids, texts, strict=True)]
     context = sum(middles) // len(middles)
     longest = max(plan.max_draft_length, plan.draft_length or 0)
-    timed_steps = target.decoder, [*drafters.values()], context, longest, decoding
-    costs: list[StepCosts] = journal.once(
-        f"step costs with {', '.join(labels.values())}",
-        lambda: step_costs(*timed_steps, until(COSTS, "", FEWEST_ROUNDS)),
-        lambda each: [StepCosts(**fields) for fields in each],
+    timer = StepTimer(target.decoder, [*drafters.values()], context, longest, decoding)
+    models = ", ".join(labels.values())
+    rounds: list[Round] = journal.each(
+        f"steps with {models}", range(ROUNDS), lambda *_: timer.round(), dict, "round"
     )
 
     # 3. The draft length of each draft, on the tuning prompts.
     lengths, policies = [], []
     for number, ((name, drafter), draft_costs) in enumerate(
-        zip(drafters.items(), costs, strict=True), start=1
+        zip(drafters.items(), timer.costs(rounds), strict=True), start=1
     ):
         length, policy = plan.draft_length, "fixed"
         if length is None:
-            share = COSTS + (LENGTHS - COSTS) * number / len(drafters)
+            share = OUTPUTS + (LENGTHS - OUTPUTS) * number / len(drafters)
             enough = until(share, "", FEWEST_TUNED)
             given = target, drafter, tuning, decoding, draft_costs, longest, enough
             length, prompts = journal.once(
@@ -189,9 +189,12 @@ def evaluate(
 
     def enough_timed(measured: int) -> bool:
         over, long_over = in_time(measured), latest(measured)
-        return over and (measured >= reaching(timed.prompts, FEWEST_CLUSTERS) or long_over)
+        return over and (measured >= reaching(timed.prompts, WANTED) or long_over)
 
-    decoded = decode_in_turns(target, contenders, timed, journal, enough_timed)
+    decoded, between = decode_in_turns(
+        target, contenders, timed, journal, (models, timer), enough_timed
+    )
+    costs = timer.costs([*rounds, *between])
     baseline, *runs = decoded[: 1 + len(drafters)]
     greedy_baseline, *greedy_runs = decoded[-1 - len(drafters) :]
     timed = timed.first(len(baseline))

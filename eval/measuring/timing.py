@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +25,14 @@ from eval.measuring.cost import StepCosts
 from eval.measuring.journal import Enough, Journal, all_of_them
 from eval.prompts import Prompt, PromptSet
 
-COST_REPEATS = 30  # rounds in which all steps are timed
 WARM_UP_ROUNDS = 3
 STOCK_PROMPTS = 10  # the fewest prompts that give an interval
 STOCK_TOKENS = 24
 WARM_UP_TOKENS = 8
 TUNING_TOKENS = 64  # the most tokens of an output on which a draft length is chosen
+
+
+Round = dict[str, float]  # seconds by step
 
 
 class Contender(NamedTuple):
@@ -39,59 +43,88 @@ class Contender(NamedTuple):
     decoding: Decoding
 
 
+@dataclass
+class StepTimer:
+    """Times single steps of one target and its drafters, at one context length.
+
+    A step is forward, head, and the choice of a token, as in decoding. Each round times all steps
+    once. Steps of target and drafts alternate as far as possible, as in decoding.
+    """
+
+    target: Decoder
+    drafters: Sequence[Drafter]
+    context_length: int
+    longest_draft: int
+    decoding: Decoding
+
+    @functools.cached_property
+    def _steps(self) -> dict[str, Callable[[], None]]:
+        """The steps by their name in a round, after rounds of warm-up."""
+        target, proposed = self.target, self.decoding.draft_sampling
+        at, longest = self.context_length, self.longest_draft
+        steps: dict[str, Callable[[], None]] = {}
+        cache = target.new_cache(1, at + longest + 1)
+        for number in range(max(longest + 1, len(self.drafters))):
+            if number <= longest:
+                sampling = self.decoding.sampling
+                steps[f"verify {number + 1}"] = timed_step(target, cache, number + 1, at, sampling)
+            if number < len(self.drafters):
+                drafter = self.drafters[number]
+                steps[f"draft {number}"] = drafter.step(at, proposed)
+                whole = drafter.draft_at_once(at, proposed, longest)
+                if whole is not None:
+                    steps[f"whole draft {number}"] = whole
+        for _ in range(WARM_UP_ROUNDS):
+            self._run(steps)
+        return steps
+
+    def _run(self, steps: Mapping[str, Callable[[], None]]) -> Round:
+        on_gpu = self.target.device.type == "cuda"
+        synchronise = torch.cuda.synchronize if on_gpu else lambda: None
+        seconds = {}
+        for name, run in steps.items():
+            synchronise()
+            clock = time.perf_counter()
+            run()
+            synchronise()
+            seconds[name] = time.perf_counter() - clock
+        return seconds
+
+    def round(self) -> Round:
+        """The seconds of each step."""
+        return self._run(self._steps)
+
+    def costs(self, rounds: Sequence[Round]) -> list[StepCosts]:
+        """The step costs of each drafter: medians over the rounds."""
+        ms = {
+            name: 1000 * statistics.median(seconds[name] for seconds in rounds)
+            for name in rounds[0]
+        }
+        verify = {width: ms[f"verify {width}"] for width in range(1, self.longest_draft + 2)}
+        costs = []
+        for number in range(len(self.drafters)):
+            token, once = ms[f"draft {number}"], 0.0
+            # a parallel draft's time grows by a column per token
+            if (longest := ms.get(f"whole draft {number}")) is not None:
+                # noise can make the shorter draft slower, but no part of its time may be below 0
+                column = (longest - token) / max(1, self.longest_draft - 1)
+                column = max(0.0, min(column, longest / self.longest_draft))
+                token, once = column, max(0.0, token - column)
+            costs.append(StepCosts(token, verify[1], verify, self.context_length, once))
+        return costs
+
+
 def step_costs(
     target: Decoder,
     drafters: Sequence[Drafter],
     context_length: int,
     longest_draft: int,
     decoding: Decoding,
-    enough: Enough = all_of_them,
+    rounds: int,
 ) -> list[StepCosts]:
-    """The step costs of each drafter with one target, at one context length.
-
-    A step is forward, head, and the choice of a token, as in decoding. Each round times all steps
-    once. Steps of target and drafts alternate as far as possible, as in decoding.
-    """
-    proposed = decoding.draft_sampling
-    synchronise = torch.cuda.synchronize if target.device.type == "cuda" else lambda: None
-    steps: dict[tuple[str, int], Callable[[], None]] = {}
-    cache = target.new_cache(1, context_length + longest_draft + 1)
-    for number in range(max(longest_draft + 1, len(drafters))):
-        if number <= longest_draft:
-            width = number + 1
-            steps["target", width] = timed_step(
-                target, cache, width, context_length, decoding.sampling
-            )
-        if number < len(drafters):
-            steps["draft", number] = drafters[number].step(context_length, proposed)
-            whole = drafters[number].draft_at_once(context_length, proposed, longest_draft)
-            if whole is not None:
-                steps["whole draft", number] = whole
-    seconds: dict[tuple[str, int], list[float]] = {step: [] for step in steps}
-    for repeat in tqdm(range(WARM_UP_ROUNDS + COST_REPEATS), desc="step costs", unit="round"):
-        if repeat > WARM_UP_ROUNDS and enough(repeat):
-            break
-        for step, run in steps.items():
-            synchronise()
-            clock = time.perf_counter()
-            run()
-            synchronise()
-            if repeat >= WARM_UP_ROUNDS:
-                seconds[step].append(time.perf_counter() - clock)
-    median = {step: 1000 * statistics.median(seconds[step]) for step in steps}
-    verify = {width: median["target", width] for width in range(1, longest_draft + 2)}
-    costs = []
-    for number in range(len(drafters)):
-        token, once = median["draft", number], 0.0
-        if ("whole draft", number) in median:  # a parallel draft's time grows by a column per token
-            longest = median["whole draft", number]
-            # noise can make the shorter draft slower, but no part of its time may be below 0
-            column = max(
-                0.0, min((longest - token) / max(1, longest_draft - 1), longest / longest_draft)
-            )
-            token, once = column, max(0.0, token - column)
-        costs.append(StepCosts(token, verify[1], verify, context_length, once))
-    return costs
+    """The step costs of each drafter, as in `StepTimer`."""
+    timer = StepTimer(target, drafters, context_length, longest_draft, decoding)
+    return timer.costs([timer.round() for _ in range(rounds)])
 
 
 def fastest_length(
@@ -158,29 +191,38 @@ def decode_in_turns(
     contenders: Mapping[str, Contender],
     prompts: PromptSet,
     journal: Journal,
+    steps: tuple[str, StepTimer],
     enough: Enough = all_of_them,
-) -> list[list[PromptRun]]:
+) -> tuple[list[list[PromptRun]], list[Round]]:
     """Every prompt decoded by every contender, prompt by prompt: runs [contenders][prompts].
 
-    contenders: by their label in the journal.
+    contenders: by their label in the journal. steps: the label, and what times a round of steps
+    before each prompt; the rounds are returned, too. So other work on the machine slows steps and
+    prompts alike.
     The order rotates and is reversed for every other prompt, so that no contender always runs on a
     cool machine or after the same other contender.
     """
 
-    def measure(turn: int, row: tuple[Prompt, list[int]], without: list[int]) -> list[PromptRun]:
-        first, runs = turn // 2 % len(without), {}
-        order = [*without[first:], *without[:first]]
+    def measure(turn: int, row: tuple[Prompt, list[int]], without: list[int]) -> list[Any]:
+        results: dict[int, Any] = {}
+        if len(sides) in without:
+            results[len(sides)] = timer.round()
+        order = [number for number in without if number < len(sides)]
+        first = turn // 2 % max(1, len(order))
+        order = [*order[first:], *order[:first]]
         for number in reversed(order) if turn % 2 else order:
-            runs[number] = decode_undisturbed(target.decoder, sides[number], *row)
-        return [runs[number] for number in without]
+            results[number] = decode_undisturbed(target.decoder, sides[number], *row)
+        return [results[number] for number in without]
 
     rows, sides = list(zip(prompts.prompts, prompts.ids, strict=True)), [*contenders.values()]
+    label, timer = steps
     for contender in sides:  # warm-up, not counted
         new_tokens = min(contender.decoding.max_new_tokens, WARM_UP_TOKENS)
         short = dataclasses.replace(contender.decoding, max_new_tokens=new_tokens)
         decode_undisturbed(target.decoder, contender._replace(decoding=short), *rows[0])
-    stages = [f"timed prompts of {label}" for label in contenders]
-    return journal.together(stages, rows, measure, lambda run: PromptRun(**run), "prompt", enough)
+    stages = [*(f"timed prompts of {name}" for name in contenders), f"timed steps with {label}"]
+    *runs, rounds = journal.together(stages, rows, measure, lambda row: row, "prompt", enough)
+    return [[PromptRun(**run) for run in each] for each in runs], rounds
 
 
 def over_stock_generate(

@@ -23,6 +23,7 @@ def print_summary(report: Report) -> None:
         lines += [f"  {name:{width}}  {times(value)}" for name, value in rows]
     lines += [f"  {first.note}"] if first.note else []
     lines += [f"Memory:  {first.memory}"] if first.memory else []
+    lines += [f"Training: {first.training}"] if first.training else []
     lines += [f"Serve:   {first.serve}"] if first.serve else []
     lines += [f"Next:    {command}" for command in first.commands]
     lines += [f"Warning: {warning.text}" for warning in find_warnings(report)]
@@ -52,6 +53,7 @@ def render_markdown(report: Report) -> str:
         f"**{plain(lines.verdict)}**",
         f"Output check: {lines.output}.",
         *([f"Memory: {plain(lines.memory)}."] if lines.memory else []),
+        *([f"Training: {lines.training}."] if lines.training else []),
         *(["Serve:", indent(lines.serve, "    ")] if lines.serve else []),
         *(["Next:", indent("\n".join(lines.commands), "    ")] if lines.commands else []),
         plain(lines.setting),

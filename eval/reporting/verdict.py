@@ -30,6 +30,7 @@ NAMES = {  # shown names of a training run's drafts, in order
     "tuned+lookup": "n-gram, then distilled draft",
 }
 LATER = 1.1  # times to the first token differ by less from start to start
+LAPTOP = " To serve on a CPU, measure llama.cpp first (--engine llama.cpp)."
 REFERENCE_NOTE = (
     "* in the reference decoder only: vLLM 0.32 serves n-gram speculation or a draft; llama-server "
     "can combine them (n-gram first)."
@@ -46,6 +47,7 @@ class Top:
     speedups: dict[Load, list[tuple[str, Measured]]]  # shown name (* REFERENCE_NOTE) and value
     note: str
     memory: str
+    training: str
     serve: str  # the command of the recommended server
     commands: list[str]  # to run next
     setting: str
@@ -72,6 +74,7 @@ def top(report: Report) -> Top:
         },
         note=REFERENCE_NOTE if starred else "",
         memory=_memory(report, found),
+        training=_training(report),
         serve=_serve(report, found) if found else "",
         commands=list(_commands(report, found)) if found else [],
         setting=_setting(report),
@@ -152,7 +155,8 @@ def verdict(report: Report) -> str:
             f"{start}Serve {shown} for one request at a time: {speedup}, {basis}{alone}.{later} "
             "Several at a time were not measured; add --concurrency 4,8."
         )
-    return f"{start}Test {shown} in your engine: {speedup}, {basis}{alone}."
+    laptop = LAPTOP if report.device.startswith("cpu") else ""
+    return f"{start}Test {shown} in your engine: {speedup}, {basis}{alone}.{laptop}"
 
 
 def _too_costly(report: Report) -> str:
@@ -264,6 +268,16 @@ def _memory(report: Report, found: Recommendation | None) -> str:
     return ""
 
 
+def _training(report: Report) -> str:
+    """What the training changed on held-out prompts."""
+    if report.held_out is None:
+        return ""
+    first, *_ = report.held_out.points
+    kept = next((point for point in report.held_out.points if point.kept), first)
+    before, after = (f"{point.alpha.mean:.2f}" for point in (first, kept))
+    return f"acceptance rate {before} before, {after} after, on {first.alpha.n} held-out prompts"
+
+
 def _longest(report: Report, found: Recommendation) -> str:
     """The name of the draft at its longest length that is served."""
     return max(found.served.values(), key=lambda name: report.drafts[name].gamma or 0)
@@ -291,14 +305,18 @@ def _commands(report: Report, found: Recommendation) -> Iterator[str]:
     elif report.engine in ("llama.cpp", "sglang") or "removed" in report.provenance:
         return
     else:
-        words = ["python", "-m", "eval.run"]
-        tuned = Path(report.drafts["tuned"].path) if "tuned" in report.drafts else None
-        if tuned is not None and "draft" in tuned.parts:
-            words += ["--run", str(Path(*tuned.parts[: tuned.parts.index("draft")]))]
+        words, more = ["python", "-m", "eval.run"], list[str]()
+        tuned = report.drafts.get("tuned")
+        if tuned is not None and "draft" in (parts := Path(tuned.path).parts):
+            words += ["--run", str(Path(*parts[: parts.index("draft")]))]
+            draft = tuned  # its run is measured with n-gram speculation beside it
+            if (ngram := report.drafts.get("lookup")) and ngram.gamma:
+                more = ["--ngram_gamma", str(ngram.gamma)]
         else:
             words += ["--target", report.target, "--draft", f"{name}={draft.path}"]
             words += ["--prompts", report.prompts.source]
-        yield shlex.join([*words, "--engine", "vllm", "--gamma", str(draft.gamma or 3)])
+        words += ["--engine", "vllm", "--gamma", str(draft.gamma or 3)]
+        yield shlex.join(words + more)
 
 
 def _setting(report: Report) -> str:

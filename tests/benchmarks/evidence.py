@@ -2,8 +2,9 @@
 
     python tests/benchmarks/evidence.py REPORT.json docs/evidence/NAME.json "NOTE"
 
-NOTE says what the report lacks. Left out: single prompts, rejections, classes of prompts, training,
-and of absolute paths all but the last two names. Numbers have six digits. `read_report` reads it.
+NOTE says what the report lacks. Left out: single prompts, rejections, classes of prompts, the steps
+within training, and of absolute paths all but the last two names. Numbers have six digits.
+`read_report` reads it.
 """
 
 import json
@@ -11,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from eval.reporting.fields import Missing, Report, read_report
+from eval.reporting.fields import HeldOutCurve, Missing, Report, read_report
 
 LEFT_OUT = ["clusters", "freedom", "over_starts", "range"]  # of a measured number
 
@@ -26,13 +27,15 @@ def shortened(value):
         case float():
             return float(f"{value:.6g}")
         case str():
-            return re.sub(r"(?<![^=])/[\w./-]*/(?=[\w.-]+/[\w.-]+$)", "", value)
+            return re.sub(r'(?<![^="])/[\w./-]*/(?=[\w.-]+/[\w.-]+(?:"|$))', "", value)
     return value
 
 
 def evidence(report: Report, note: str) -> str:
     """The text of the file."""
-    report = report.model_copy(update={"held_out": None})
+    if curve := report.held_out:
+        kept = [point for point in curve.points if point.kept or not point.step]
+        report = report.model_copy(update={"held_out": HeldOutCurve(points=kept)})
     for draft in report.drafts.values():
         if draft.atlas is not None:
             draft.missing.append(Missing(field="atlas", reason="left out of this file"))

@@ -220,6 +220,7 @@ def job(folder):
                 "tuning_prompts": 1,
                 "speed_prompts": 3,
                 "max_gamma": 2,
+                "engine": None,
                 "cache_top_k": 30,
                 "learning_rate": 5e-3,
                 "warmup_steps": 0,

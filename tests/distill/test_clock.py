@@ -202,12 +202,12 @@ def test_the_share_of_the_training_that_is_over_survives_a_kill(time, tmp_path):
     clock = Clock(tmp_path, 10.0)
     time.now = 200.0
     assert clock.training_progress() == 0  # training has just begun
-    time.now = 294.0  # half of the time until 0.98 * 400 seconds is over
+    time.now = 310.0  # half of the time until 420 seconds is over
     half = clock.training_progress()
     assert half == pytest.approx(0.5, abs=0.02)
     again = Clock(tmp_path, 10.0)  # killed; its folder has the time it had used
     assert again.training_progress() <= half
-    time.now = 400.0
+    time.now = 421.0
     assert clock.training_progress() == 1
 
 

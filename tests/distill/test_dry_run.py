@@ -41,7 +41,7 @@ def test_a_dry_run_says_what_a_draft_can_gain_and_writes_nothing(
     job, tmp_path, monkeypatch, capsys, changes, name, draft_step, status, numbers
 ):
     costs = StepCosts(draft_step, 1.0, {1: 1.0, 2: 1.2, 3: 1.2}, 20)
-    monkeypatch.setattr(dry_run, "step_costs", lambda *_, enough: [costs])
+    monkeypatch.setattr(dry_run, "step_costs", lambda *_: [costs])
     recipe = job(tmp_path / "run", dry_run=True, minutes=10.0, **changes)
     assert run(recipe) == status
     assert TABLE.findall(capsys.readouterr().out) == [(name, *numbers)]
@@ -51,7 +51,7 @@ def test_a_dry_run_says_what_a_draft_can_gain_and_writes_nothing(
 def test_the_recipe_s_own_layers_are_timed_too(job, tmp_path, monkeypatch, capsys):
     """A draft of eight layers is not priced as one of four."""
     costs = StepCosts(0.15, 1.0, {1: 1.0, 2: 1.2, 3: 1.2}, 20)
-    monkeypatch.setattr(dry_run, "step_costs", lambda *_, enough: [costs])
+    monkeypatch.setattr(dry_run, "step_costs", lambda *_: [costs])
     monkeypatch.setattr(dry_run, "DEPTHS", range(0))
     assert run(job(tmp_path / "run", dry_run=True, **PRUNED)) == 0
     assert [row[0] for row in TABLE.findall(capsys.readouterr().out)] == ["1 layer"]

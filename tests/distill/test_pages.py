@@ -40,7 +40,7 @@ GAINING = StepCosts(0.1, 1.0, {1: 1.0, 2: 1.0, 3: 1.0}, 20)  # a dry run ends wi
 
 @pytest.fixture(scope="module")
 def desk(folder, tmp_path_factory):
-    """What a reader has by then: models, prompts, recipes, and the run of README."""
+    """What a reader has by then: models, prompts, recipes, the runs of README and the tutorial."""
     desk = tmp_path_factory.mktemp("desk")
     for name in ("target", "draft"):
         shutil.copytree(folder / name, desk / name)
@@ -61,7 +61,8 @@ def desk(folder, tmp_path_factory):
         path.write_text(yaml_text({"name": path.stem} | values), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(desk)
-        assert distill.train.main(["--recipe", "code.yaml"]) == 0
+        for name in ("code", "code/pruned"):
+            assert distill.train.main(["--recipe", f"{name}.yaml"]) == 0
     return desk
 
 
@@ -107,7 +108,7 @@ def run(words):
 def test_the_commands_of_a_page(page, desk, tmp_path, monkeypatch, capsys):
     shutil.copytree(desk, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(dry_run, "step_costs", lambda *_, enough: [GAINING])
+    monkeypatch.setattr(dry_run, "step_costs", lambda *_: [GAINING])
     for words in commands_of(page):
         status, expected = run(list(own_words(words)))
         assert status == expected, (words, capsys.readouterr().err)

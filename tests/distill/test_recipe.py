@@ -58,7 +58,7 @@ def test_every_recipe_parses_and_dumps_to_itself(path, tmp_path):
 
 
 def test_embedded_recipes_need_no_hub_and_no_gpu():
-    for name in ("code", "code/long", "code/lora", "legal", "legal/lora"):
+    for name in ("code", "code/long", "code/pruned", "code/lora", "legal", "legal/lora"):
         recipe = load_recipe(["--recipe", name])
         assert recipe.target.startswith("pypi:")
         assert "#sha256=" in recipe.target
@@ -79,7 +79,7 @@ def test_the_hub_id_goes_with_the_target_it_names():
 
 @pytest.mark.parametrize("answers", ["vllm", "logged"])
 def test_other_outputs_than_the_recipe_s_have_no_distributions_within_prompts(answers):
-    asked = ["--recipe", "code", "--answers", answers]
+    asked = ["--recipe", "code/pruned", "--answers", answers]
     assert load_recipe(asked[:2]).train_on_prompts
     assert not load_recipe(asked).train_on_prompts
     with pytest.raises(RecipeError, match="train_on_prompts"):

@@ -216,7 +216,7 @@ def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys
     calls, whole = counted("whole"), loaded(tmp_path / "whole")
     assert whole["provenance"]["resumed"] is False
     cut = counted("cut", 40)
-    assert "target outputs 1, step costs with d (" in capsys.readouterr().err
+    assert "target outputs 1, steps with d (" in capsys.readouterr().err
     assert not (tmp_path / "cut" / "report" / "report.json").exists()
     # only a row that was begun and the stages' warm-ups are decoded a second time
     assert cut + counted("cut") <= calls + 20

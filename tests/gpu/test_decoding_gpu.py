@@ -114,5 +114,6 @@ def test_sampled_first_tokens_have_the_targets_distribution(pair):
 
 def test_step_costs_are_of_whole_steps(pair):
     target, drafter = pair(torch.bfloat16)
-    (costs,) = step_costs(target.decoder, [drafter], 40, 3, Decoding(Sampling(), frozenset(), 1))
+    how = Decoding(Sampling(), frozenset(), 1)
+    (costs,) = step_costs(target.decoder, [drafter], 40, 3, how, 30)
     assert 0 < costs.draft_step_ms < costs.target_step_ms  # one layer of two, a smaller head

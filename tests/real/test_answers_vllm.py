@@ -43,7 +43,7 @@ def test_vllm_goes_on_where_our_own_loop_stopped_in_one_store(
 
     def shown(name, **keys):
         words = words_of(SHORT | {"output_dir": tmp_path / name} | keys)
-        assert run(load_recipe(["--recipe", "code", *words])) == 0
+        assert run(load_recipe(["--recipe", "code/pruned", *words])) == 0
         return capsys.readouterr().out
 
     assert "4 of 4 generated" in shown("first", max_answers=4)

@@ -35,17 +35,25 @@ SHORT = {
 }
 
 
-def command(folder, **changes):
-    flags = words_of(SHORT | {"output_dir": folder} | changes)
-    return [sys.executable, "distill/train.py", "--recipe", "code", *flags]
+def command(folder, recipe="code"):
+    flags = words_of(SHORT | {"output_dir": folder})
+    return [sys.executable, "distill/train.py", "--recipe", recipe, *flags]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def cache(tmp_path_factory):
+    return cache_without_answers(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def here(cache):
+    return {"cwd": ROOT, "env": os.environ | {"DRAFTSMITH_CACHE": cache}}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, cache, here):
     """One short run that is killed while the target answers and then started again."""
-    folder = tmp_path_factory.mktemp("run") / "code"
-    cache = tmp_path_factory.mktemp("cache")
-    here = {"cwd": ROOT, "env": os.environ | {"DRAFTSMITH_CACHE": cache_without_answers(cache)}}
+    folder, cache = tmp_path_factory.mktemp("run") / "code", Path(cache)
     process = subprocess.Popen(
         command(folder), **here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -65,23 +73,28 @@ def run(tmp_path_factory):
 def test_the_report_is_whole_and_lossless(run):
     read_report(run / "report" / "report.json")
     report = json.loads((run / "report" / "report.json").read_text())
-    assert list(report["drafts"]) == ["untuned", "lookup", "tuned", "tuned+lookup"]
+    assert list(report["drafts"]) == ["lookup", "tuned", "tuned+lookup"]
     pairs = [(gain["draft"], gain["over"]) for gain in report["gain"]]
-    over_ngram = [(name, "lookup") for name in report["drafts"] if name != "lookup"]
-    assert pairs[0] == ("tuned", "untuned")
-    assert sorted(pairs[1:]) == sorted(over_ngram)
+    assert pairs == [("tuned", "lookup"), ("tuned+lookup", "lookup")]
     assert report["prompts"]["in_chat_form"] == 1
-    for name, draft in report["drafts"].items():
+    for draft in report["drafts"].values():
         assert draft["lossless"]["prompts"] == SHORT["speed_prompts"]
         assert draft["lossless"]["unexplained"] == 0
-        overhead = 0 if name == "lookup" else 0.5  # the whole head and an embedding of its own
-        assert draft["memory"]["overhead"] == pytest.approx(overhead, abs=0.02)
+        assert draft["memory"]["overhead"] <= 0.1
     assert report["prompts"]["overlap_with_training"] == 0
     assert report["drafts"]["tuned"]["alpha"]["n"] == SHORT["max_eval_prompts"]
-    assert report["gain"][0]["alpha"]["mean"] > 0
+    assert report["drafts"]["tuned"]["alpha"]["mean"] > 0.1
 
 
-def test_the_draft_agrees_with_the_target_in_transformers_alone(run):
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory, here):
+    """A draft that transformers loads. It has distributions within prompts, so other outputs."""
+    folder = tmp_path_factory.mktemp("pruned") / "code"
+    subprocess.run(command(folder, "code/pruned"), **here, capture_output=True, check=True)
+    return folder
+
+
+def test_the_draft_agrees_with_the_target_in_transformers_alone(pruned):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from align.sources import load_model
@@ -89,10 +102,10 @@ def test_the_draft_agrees_with_the_target_in_transformers_alone(run):
 
     recipe = load_recipe(["--recipe", "code"])
     dtype = getattr(torch, recipe.dtype)  # fp32 on a CPU without bf16 instructions
-    draft = AutoModelForCausalLM.from_pretrained(run / "draft", dtype=dtype).eval()
-    tokenizer = AutoTokenizer.from_pretrained(run / "draft")
+    draft = AutoModelForCausalLM.from_pretrained(pruned / "draft", dtype=dtype).eval()
+    tokenizer = AutoTokenizer.from_pretrained(pruned / "draft")
     target = load_model(recipe.target, dtype)
-    prompts = [json.loads(line) for line in (run / "prompts" / "eval.jsonl").open()]
+    prompts = [json.loads(line) for line in (pruned / "prompts" / "eval.jsonl").open()]
     agreed = total = 0
     for prompt in prompts:
         ids = tokenizer.apply_chat_template(
@@ -103,7 +116,7 @@ def test_the_draft_agrees_with_the_target_in_transformers_alone(run):
             p, q = (model(text).logits[0, ids.shape[1] - 1 : -1] for model in (target, draft))
         agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
         total += len(p)
-    low, high = json.loads((run / "report" / "report.json").read_text())["drafts"]["tuned"][
+    low, high = json.loads((pruned / "report" / "report.json").read_text())["drafts"]["tuned"][
         "alpha"
     ]["ci95"]
     assert low <= agreed / total <= high

@@ -79,11 +79,11 @@ def address(vllm, weights):
 
 @pytest.fixture(scope="module")
 def arguments(bare, sibling, address, tmp_path_factory):
-    """The command line of a short run of the recipe `code` with the target behind the server."""
+    """A short run of the recipe `code/pruned` with the target behind the server."""
     keys = SHORT | {"target": bare, "draft": sibling, "dtype": "float32"}
     keys |= {"answers": "server", "answer_url": address}
     keys |= {"output_dir": tmp_path_factory.mktemp("run") / "code"}
-    return ["--recipe", "code", *words_of(keys)]
+    return ["--recipe", "code/pruned", *words_of(keys)]
 
 
 def test_greedy_tokens_are_ours_and_log_probabilities_within_a_thousandth(arguments, weights):

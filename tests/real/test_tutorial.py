@@ -45,7 +45,7 @@ def test_the_notebook_ends_with_a_report_and_a_published_draft(tmp_path, monkeyp
         assert float(best) <= 1 if needed == "none" else 0 <= float(needed) <= 1 <= float(best)
     outputs, drafts = tmp_path / "tutorial" / "outputs", tmp_path / "tutorial" / "drafts"
     report = read_report(outputs / "explain" / "report" / "report.json")
-    assert list(report.drafts) == ["untuned", "lookup", "tuned", "tuned+lookup"]
+    assert list(report.drafts) == ["lookup", "tuned", "tuned+lookup"]
     assert not any(draft.lossless.unexplained for draft in report.drafts.values())
     assert [
         text for text in said if "outputs: 0 of 40 generated" in text

@@ -12,6 +12,7 @@ from distill.train import run
 from eval.decoding import drafters as inference
 from eval.decoding.drafters.formats import formats
 from eval.reporting.fields import read_report
+from eval.run import main
 from tests.distill.conftest import TRIMMED
 
 NEW_KIND = Path(__file__).with_name("new_kind")
@@ -38,7 +39,10 @@ def test_it_goes_from_a_recipe_to_its_report(job, tmp_path, added):
     drafts = read_report(recipe.folder / "report" / "report.json").drafts
     assert drafts["tuned"].lossless.unexplained == 0
     assert drafts["tuned"].gamma == 1
-    assert drafts["tuned"].alpha.mean >= drafts["untuned"].alpha.mean
+    base = ["--draft", str(recipe.folder / "prepared"), "--gamma", "1"]
+    assert main(["--run", str(recipe.folder), *base, "--output_dir", str(tmp_path / "base")]) == 0
+    _, untrained = read_report(tmp_path / "base").last
+    assert drafts["tuned"].alpha.mean >= untrained.alpha.mean
 
 
 def test_without_its_files_nobody_knows_it(job, tmp_path):

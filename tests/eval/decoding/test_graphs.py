@@ -147,7 +147,7 @@ def test_graphs_and_caches_do_not_grow_with_the_number_of_texts(tiny, pair):
     _, graphed, recorder = pair
     near = draft(tiny, lambda decoder: GraphedDecoder(decoder, recorder))
     both, how = [near, lookup_first(near, frozenset())], Decoding(Sampling(), frozenset(), 8)
-    step_costs(graphed, both, 20, 4, how)  # holds a cache of each draft
+    step_costs(graphed, both, 20, 4, how, 2)  # holds a cache of each draft
     for length in range(3, 80):
         decode(graphed, near, Prompt("p", prompt="unused"), (IDS * 10)[:length], how, 4)
     assert (next(graphed._numbers), next(near.decoder._numbers)) == (1, 2)  # caches so far
@@ -178,7 +178,8 @@ def test_nothing_is_recorded_within_a_timed_text(tiny, pair, monkeypatch, journa
     }
     ids = [IDS[:3], IDS * 5, IDS * 9]
     prompts = PromptSet("made up", [Prompt(f"p{i}", prompt="unused") for i in range(3)], ids)
-    decoded = decode_in_turns(target, contenders, prompts, journal)
+    timer = SimpleNamespace(round=dict)
+    decoded, _ = decode_in_turns(target, contenders, prompts, journal, ("", timer))
     assert len(made) > 10
     assert all(run.seconds < 1000 for runs in decoded for run in runs)
 

@@ -1,8 +1,10 @@
 """The order in which contenders do their work, and what is left when one of them fails."""
 
+import itertools
 import zlib
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -92,6 +94,30 @@ def test_each_start_decodes_all_prompts_and_its_passes(fake, order, times):
         assert (point["concurrency"], point["requests"], reason) == (2, 20, "")
         assert overloads == []
         assert point["mean_acceptance_length"].mean == length
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(None, 20), (4, 11), (12, 13), (400, 20)])
+def test_all_decode_as_many_prompts_as_the_first_visit_has_time_for(
+    fake, monkeypatch, seconds, count
+):
+    """A visit has a quarter of the seconds, and from the tenth prompt on each takes one."""
+    ticks = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: next(ticks))
+    monkeypatch.setattr("eval.engines.comparison.time", clock)
+    many = PromptSet("made up", [Prompt(str(i), prompt=f"say {i}") for i in range(20)], [])
+    servers = [fake(1), fake(2)]
+    facts = {"path": "D", "form": "", "vocabulary": {}, "gamma": 2, "gamma_policy": ""}
+    contenders = [
+        Contender(runs_already(VllmServer(server.url)), str(i), facts | {"missing": {}})
+        for i, server in enumerate(servers)
+    ]
+    comparison = Comparison(contenders, Task(many, GREEDY, seconds=seconds))
+    comparison.run(there_and_back)
+    assert pairs(comparison) == [[*range(count)]]
+    assert [len(server.streamed) for server in servers] == [2 * count] * 2
+    log = comparison.log(comparison.drafting[0])
+    assert len(log.runs) == len(log.again) == count
+    assert "prompts" not in log.missing
 
 
 @pytest.mark.parametrize(("order", "times"), [(take_turns, 1), (there_and_back, 2)])

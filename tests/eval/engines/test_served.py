@@ -441,6 +441,16 @@ def test_servers_are_started_for_every_draft_and_length(tmp_path, prompts, pair,
         assert json.loads(config)["num_speculative_tokens"] == draft.gamma
 
 
+def test_n_grams_have_a_length_of_their_own(tmp_path, prompts, pair, start):
+    starter = start()
+    assert command(prompts, tmp_path, *pair, "--gamma", "2", "--ngram_gamma", "5") == 0
+    lengths = {c["method"]: c["num_speculative_tokens"] for _, _, c in starter.started if c}
+    assert lengths == {"ngram": 5, "draft_model": 2}
+    report = read_report(tmp_path)
+    assert {name: draft.gamma for name, draft in report.drafts.items()} == {"lookup": 5, "own": 2}
+    assert [(gain.draft, gain.over) for gain in report.gain] == [("own", "lookup")]
+
+
 def test_drafts_that_failed_are_started_by_the_same_command(tmp_path, prompts, pair, start):
     def no_memory(config):
         raise ServerError("no memory")

@@ -39,7 +39,7 @@ def test_costs_are_those_of_every_width_after_the_warm_up(target, own, monkeypat
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock / 1000))
     monkeypatch.setattr(timing, "timed_step", lambda target, cache, width, *_: step(width))
     monkeypatch.setattr(type(own), "step", lambda *_: step(0.5))
-    both = step_costs(target.decoder, [own, own], 30, 3, GREEDY)
+    both = step_costs(target.decoder, [own, own], 30, 3, GREEDY, 12)
     for costs in both:
         assert (costs.draft_step_ms, costs.target_step_ms) == pytest.approx((0.5, 1.0))
         assert costs.target_verify_ms == pytest.approx({1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0})
@@ -83,7 +83,7 @@ def test_no_part_of_a_parallel_draft_costs_less_than_nothing(
     monkeypatch.setattr(timing, "timed_step", lambda *_: taking(1.0))
     monkeypatch.setattr(type(own), "step", lambda *_: taking(step))
     monkeypatch.setattr(type(own), "draft_at_once", lambda *_: taking(block))
-    (costs,) = step_costs(target.decoder, [own], 30, 3, GREEDY)
+    (costs,) = step_costs(target.decoder, [own], 30, 3, GREEDY, 3)
     assert (costs.draft_step_ms, costs.draft_block_ms) == pytest.approx((token, once))
 
 
@@ -166,12 +166,15 @@ def test_contenders_warm_up_and_take_turns_at_being_first(target, own, journal, 
         return undisturbed(decoder, contender, prompt, ids)
 
     monkeypatch.setattr(timing, "decode_undisturbed", recorded)
+    timer = SimpleNamespace(round=lambda: decoded.append("steps"))
     contenders = {
         str(length): Contender(own if length else None, length, GREEDY) for length in range(3)
     }
-    runs = decode_in_turns(target, contenders, SET, journal)
+    runs, rounds = decode_in_turns(target, contenders, SET, journal, ("own", timer))
     assert decoded[:3] == [(0, 8), (1, 8), (2, 8)]
-    assert decoded[3:] == [(length, 20) for length in (0, 1, 2, 2, 1, 0, 1, 2, 0)]
+    turns = ("steps", 0, 1, 2, "steps", 2, 1, 0, "steps", 1, 2, 0)
+    assert decoded[3:] == [turn if turn == "steps" else (turn, 20) for turn in turns]
+    assert len(rounds) == 3
     assert [[max(run.drafted) for run in each] for each in runs] == [[0] * 3, [1] * 3, [2] * 3]
 
 

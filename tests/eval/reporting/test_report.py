@@ -13,11 +13,19 @@ import pytest
 
 from eval import drift
 from eval.measuring.cost import StepCosts
-from eval.measuring.intervals import Both
+from eval.measuring.intervals import Both, share
 from eval.measuring.metrics import Percentiles
 from eval.measuring.sampled_check import SampledCheck
 from eval.reporting.build import build_report, compared
-from eval.reporting.fields import LoadPoint, Overload, ReportError, checked, read_report
+from eval.reporting.fields import (
+    HeldOutCurve,
+    HeldOutPoint,
+    LoadPoint,
+    Overload,
+    ReportError,
+    checked,
+    read_report,
+)
 from eval.reporting.files import write_report
 from eval.reporting.page import render_page, waterfall
 from eval.reporting.recommendation import draft_lengths, recommended
@@ -649,7 +657,7 @@ def test_what_no_engine_serves_is_not_recommended(four_drafts):
     assert served(in_engine) == {1: "tuned+lookup"}
     assert in_order(four_drafts) == ["untuned", "lookup", "tuned", "tuned+lookup"]
     (command,) = top(four_drafts).commands
-    assert command.endswith("--run outputs/code --engine vllm --gamma 3")
+    assert command.endswith("--run outputs/code --engine vllm --gamma 3 --ngram_gamma 3")
     four_drafts.provenance["removed"] = "outputs/code"
     assert top(four_drafts).commands == []
     assert "25.7 MiB" in top(four_drafts).memory
@@ -773,6 +781,30 @@ def page_top(page):
     """The page without its style and details, one tag a line."""
     body = page.partition("<body>")[2].partition("<details")[0]
     return re.sub(r"\n\s*\n+", "\n", body)
+
+
+def test_a_laptop_is_sent_to_llama_cpp(four_drafts):
+    """Its steps are shorter than those of the reference decoder."""
+    on_gpu, on_cpu = (
+        top(four_drafts.model_copy(update={"device": device})).verdict
+        for device in ("NVIDIA H100", "cpu (2 threads)")
+    )
+    assert "--engine llama.cpp" in on_cpu
+    assert "--engine llama.cpp" not in on_gpu
+
+
+@pytest.mark.parametrize(("kept", "after"), [(1, "0.55"), (0, "0.30")])
+def test_the_first_lines_have_what_training_changed(four_drafts, kept, after):
+    shares = (share("alpha", [(None, n, 100)] * 12) for n in (30, 55))
+    points = [
+        HeldOutPoint(step=10 * i, tokens=i, alpha=alpha, kept=i == kept)
+        for i, alpha in enumerate(shares)
+    ]
+    report = four_drafts.model_copy(update={"held_out": HeldOutCurve(points=points)})
+    assert top(report).training == (
+        f"acceptance rate 0.30 before, {after} after, on 12 held-out prompts"
+    )
+    assert top(four_drafts).training == ""
 
 
 @pytest.mark.parametrize("name", ["report.md", "top.html", "summary.txt"])

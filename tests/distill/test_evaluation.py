@@ -1,0 +1,96 @@
+"""What a run ends with where vLLM is installed, with a stand-in for its measurement."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+from align.errors import UserError
+from distill.train import main, run
+from eval.engines.local_vllm import VLLM_PYTHON
+from eval.measuring.journal import JOURNAL
+from eval.reporting.fields import read_report
+from eval.reporting.files import write_report
+
+
+class Measured(list):
+    """The options of every measurement in vLLM. status: what the next one ends with."""
+
+    status = 0
+
+    def __call__(self, options, summary):
+        given = dict(zip(options[::2], options[1::2], strict=True))
+        self.append(given)
+        if not self.status:
+            report = read_report(given["--run"])
+            write_report(
+                Path(given["--output_dir"]) / "report", report.model_copy(update={"engine": "vllm"})
+            )
+        return self.status
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    calls = Measured()
+    monkeypatch.setenv(VLLM_PYTHON, sys.executable)
+    monkeypatch.setattr("distill.evaluation.run.main", calls)
+    return calls
+
+
+@pytest.mark.parametrize("minutes", [None, 0.5])
+def test_a_run_ends_in_vllm_where_it_is(job, tmp_path, measured, capsys, minutes):
+    recipe = job(tmp_path / "run", engine="auto", minutes=minutes, max_steps=2)
+    assert run(recipe) == 0
+    shown = capsys.readouterr().out
+    (given,) = measured
+    assert (given["--run"], given["--engine"]) == (str(recipe.folder), "vllm")
+    drafts = read_report(recipe.folder).drafts
+    assert given["--gamma"] == str(drafts["tuned"].gamma)
+    assert given["--ngram_gamma"] == str(drafts["lookup"].gamma)
+    assert ("--minutes" in given) == (minutes is not None)
+    assert "predicted for vLLM" not in shown
+    assert f"Report in vLLM: {tmp_path / 'run-vllm' / 'report' / 'report.html'}" in shown
+    assert "vllm" in (recipe.folder / "draft" / "README.md").read_text()
+
+
+def test_a_run_whose_vllm_fails_has_the_prediction(job, tmp_path, measured, capsys):
+    measured.status = 2
+    assert run(job(tmp_path / "run", engine="auto", max_steps=2)) == 0
+    shown = capsys.readouterr().out
+    assert "Warning: the drafts were not measured in vLLM" in shown
+    assert "predicted for vLLM" in shown
+
+
+@pytest.mark.parametrize("engine", ["auto", None])
+def test_a_run_without_vllm_predicts(job, tmp_path, measured, monkeypatch, capsys, engine):
+    if engine:
+        monkeypatch.delenv(VLLM_PYTHON)
+    assert run(job(tmp_path / "run", engine=engine, max_steps=2)) == 0
+    assert not measured
+    assert "predicted for vLLM" in capsys.readouterr().out
+
+
+def test_a_named_engine_that_is_not_there_ends_the_run_first(
+    job, tmp_path, measured, monkeypatch, capsys
+):
+    monkeypatch.delenv(VLLM_PYTHON)
+    recipe = dataclasses.replace(job(tmp_path / "run"), engine="vllm")
+    monkeypatch.setattr("distill.train.load_recipe", lambda argv: recipe)
+    assert main([]) == 2
+    assert "vLLM is not installed" in capsys.readouterr().err
+    assert not recipe.folder.exists()
+
+
+def test_a_report_that_cannot_be_written_leaves_what_was_measured(job, tmp_path, monkeypatch):
+    def full(folder, report):
+        raise UserError("The disk is full.")
+
+    recipe = job(tmp_path / "run", max_steps=2)
+    with monkeypatch.context() as patch:
+        patch.setattr("distill.evaluation.write_report", full)
+        with pytest.raises(UserError, match="full"):
+            run(recipe)
+    assert (recipe.folder / "report" / JOURNAL).is_file()
+    assert run(recipe) == 0
+    assert read_report(recipe.folder).provenance["resumed"] is True
