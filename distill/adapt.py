@@ -131,7 +131,7 @@ def lower_bound(recent: Sequence[Report]) -> float:
     the level FALSE_PUBLICATIONS, as `measure` adds half-widths over prompts and over starts. Raises
     NotComparable if a report has too few prompts for an interval.
     """
-    speedups = [report.gain[0].speedup for report in recent]
+    speedups = [report.stated_speedup(report.gain[0]) for report in recent]
     freedom, starts = Estimate.of(speedups[0], 0).freedom, recent[0].starts
     over_starts = [speedup.over_starts or 0.0 for speedup in speedups]
     # the same prompts again leave the error over prompts as it is
@@ -156,7 +156,7 @@ def undecided(recent: Report) -> bool:
     server's speed differs by 3% between starts, and with four in 7 of 10. A draft that is not
     faster is still published in 1 of 2,000 calls at most (docs/lab-notes.md).
     """
-    shown = recent.gain[0].speedup.bounds[0] > 0
+    shown = recent.stated_speedup(recent.gain[0]).bounds[0] > 0
     return recent.starts is not None and shown and lower_bound([recent]) <= 0
 
 
@@ -164,7 +164,7 @@ def start(report: Report) -> float:
     """What a server start may change in the served draft's speed-up, besides the intervals."""
     if report.engine == REFERENCE or report.starts:
         return 0.0
-    return SERVER_START * report.drafts[report.gain[0].over].speedup.mean
+    return SERVER_START * report.stated_speedup(report.drafts[report.gain[0].over]).mean
 
 
 def gained(recent: Sequence[Report]) -> tuple[bool, str]:
@@ -172,9 +172,11 @@ def gained(recent: Sequence[Report]) -> tuple[bool, str]:
 
     recent: as in `judged`. Raises NotComparable for too few prompts.
     """
-    gain, low = recent[-1].gain[0], lower_bound(recent)
-    new = recent[-1].drafts[gain.draft].speedup
-    text = f"speed-up {gain.speedup:+.2f} to {new:.2f} on the newest day, at least {low:+.2f}"
+    newest, low = recent[-1], lower_bound(recent)
+    gain = newest.gain[0]
+    more = newest.stated_speedup(gain)
+    new = newest.stated_speedup(newest.drafts[gain.draft])
+    text = f"speed-up {more:+.2f} to {new:.2f} on the newest day, at least {low:+.2f}"
     return low > 0, text
 
 
@@ -190,7 +192,7 @@ def judged(recent: Sequence[Report], earlier: Report | None, margin: float) -> t
     if not faster or earlier is None:
         return NOTHING, f"no gain is shown: {shown}."
     gain = recent[-1].gain[0]
-    new = recent[-1].drafts[gain.draft].speedup
+    new = recent[-1].stated_speedup(recent[-1].drafts[gain.draft])
     on_recent = [(report, "the newest day") for report in recent]
     for report, prompts in (*on_recent, (earlier, "the earlier prompts")):
         if gain.draft in report.broken:
@@ -201,7 +203,7 @@ def judged(recent: Sequence[Report], earlier: Report | None, margin: float) -> t
                     f"on {prompts}, with {load}, the new draft may lose {loss:.0%} of the served "
                     f"draft's speed-up, more than --margin {margin:g} allows ({shown})."
                 )
-    change = earlier.gain[0].speedup
+    change = earlier.stated_speedup(earlier.gain[0])
     slower = "" if new.bounds[0] > 1 else " There no draft is shown to be faster than none."
     return PUBLISHED, f"{shown}; on the earlier prompts {change:+.2f}.{slower}"
 
@@ -213,7 +215,7 @@ def losses(report: Report) -> dict[Load, float]:
     as if they were independent, which is too wide, because the requests are the same.
     """
     gain = report.gain[0]
-    new, served = (report.drafts[name].speedup_by_load for name in (gain.draft, gain.over))
+    new, served = (report.speedups(name) for name in (gain.draft, gain.over))
     most = {
         load: served[load].mean
         - new[load].mean
@@ -222,7 +224,7 @@ def losses(report: Report) -> dict[Load, float]:
         )
         for load in new
     }
-    most[ONE_AT_A_TIME] = -gain.speedup.bounds[0]
+    most[ONE_AT_A_TIME] = -report.stated_speedup(gain).bounds[0]
     return {load: (start(report) + loss) / served[load].mean for load, loss in most.items()}
 
 

@@ -423,8 +423,12 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
     yield (
         ("target" if recipe.sibling is None else "sibling") not in kind.made_from,
         "drafter draft",
-        f"this drafter starts from a {' or a '.join(kind.made_from)}; name a sibling with "
-        "draft, or leave draft out to start from the target",
+        f"this drafter starts from a {' or a '.join(kind.made_from)}; "
+        + (
+            "name one with draft"
+            if recipe.sibling is None
+            else "remove draft, or set drafter to sibling"
+        ),
     )
     yield (
         not kind.language_model and (recipe.use_peft or recipe.strategy not in ("auto", "direct")),

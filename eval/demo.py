@@ -33,7 +33,7 @@ from eval.measuring.journal import INTERRUPTED
 from eval.measuring.timing import WARM_UP_TOKENS, Contender, decode_undisturbed
 from eval.prompts import PLACE, Prompt, write_prompts
 from eval.reporting.fields import read_report
-from eval.reporting.verdict import measured_in, times
+from eval.reporting.verdict import basis_of, times
 from eval.run import decoding_of, load, parse
 
 GREEN, PLAIN = "\033[32m", "\033[0m"
@@ -49,7 +49,8 @@ def main(argv: list[str]) -> int:
     own = parser.parse_args(argv)
     try:
         report = read_report(own.run)
-        gamma, speedup = report.tuned[1].gamma or 3, report.tuned[1].speedup
+        draft = report.tuned[1]
+        gamma, speedup = draft.gamma or 3, report.stated_speedup(draft)
         options = ["--run", str(own.run), "--gamma", str(gamma), "--temperature", "0"]
         options += ["--max_prompts", "1", "--seed", own.seed]
         with TemporaryDirectory() as folder:
@@ -66,7 +67,7 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    mean = f"{times(speedup)} over {speedup.n} prompts in {measured_in(report)}"
+    mean = f"{times(speedup)} over {speedup.n} prompts, {basis_of(report)}"
     print(f"One prompt is an example; the report has {mean}.")
     return 0
 

@@ -2,7 +2,7 @@
 
 The order is fair on a machine that slows down steadily. Contenders that run at the same time take
 turns at each prompt. Servers that are started one at a time decode all prompts in order, and then,
-each started again, in the opposite order. The difference between a server's two times on the same
+each started again, in the opposite order. The difference between a server's times on the same
 prompts is what a start, or the time of the visit, changes.
 
 The work is a table of tasks: a stage (OUTPUTS, AGAIN, JUDGE, TIMED) and the number of a prompt or
@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -50,7 +50,7 @@ from eval.reporting.build import build_report
 from eval.reporting.fields import Load, Report
 
 WARM_UP = 16  # tokens of outputs that are not timed
-STARTS = 2  # most starts of a server in a visit; the second one after a failure
+TRIES = 2  # most starts of a server in a visit; the second one after a failure
 FAILED_SHARE = 0.2  # a server that fails at a larger share of the prompts is given up
 OUTPUTS, AGAIN, JUDGE, TIMED = "outputs", "again", "judge", "passes"
 DIVERGENCES, LOGPROBS, FAILED = "divergences", "logprobs", "failed"
@@ -133,10 +133,11 @@ class Contender:
     running: returns a context in which the engine runs. name: the draft's; "" for the baseline.
     facts: fields of the draft's report that are known in advance, and `missing` as in DraftLog.
     identity: JSON that changes with the engine and its draft, whose results a journal keeps.
-    outputs, again, divergences, logprobs: by number of the prompt; `again` has the outputs of a
-    second start, divergences are judged ones, logprobs are of sampled outputs. passes: by number of
-    the pass. failed: prompts at which a running engine failed, with the reason. failed_tasks: other
-    tasks, with the reason. gone: why the first visit that ended early did so, or "".
+    outputs, divergences, logprobs: by number of the prompt; divergences are judged ones, logprobs
+    are of sampled outputs. again: outputs of later starts, whose prompts are numbered on: with n
+    prompts, n + i is prompt i of the second start. passes: by number of the pass. failed: prompts
+    at which a running engine failed, with the reason. failed_tasks: other tasks, with the reason.
+    gone: why the first visit that ended early did so, or "".
     """
 
     running: Callable[[], AbstractContextManager[Engine]]
@@ -162,8 +163,8 @@ class Visit(NamedTuple):
     """The work of a contender in one `running` context: prompts, then passes, by number.
 
     judges: after the prompts, the contender (the baseline) explains the divergences of all drafts,
-    and reads sampled outputs. again: prompts of an earlier visit that are timed again. starts: the
-    most starts; 1: the engine runs already.
+    and reads sampled outputs. again: prompts of an earlier visit that are timed again, as in
+    `Contender`. tries: the most starts; 1: the engine runs already.
     """
 
     contender: int  # 0: the baseline
@@ -171,7 +172,7 @@ class Visit(NamedTuple):
     passes: Sequence[int]
     judges: bool = False
     again: Sequence[int] = ()
-    starts: int = 1
+    tries: int = 1
 
     @property
     def tasks(self) -> list[Work]:
@@ -185,7 +186,8 @@ class Task:
     """What engines are asked. limits: of the goodput, as in `load_point`.
 
     provenance: of the report. journal: has the results so far; None: no results are kept. seconds:
-    time of all visits; so many prompts are decoded as the first visit has time for.
+    time of all visits; so many prompts are decoded as the first visit has time for. starts: of each
+    server that is started here.
     """
 
     prompts: PromptSet
@@ -195,6 +197,7 @@ class Task:
     limits: dict[str, float] | None = None
     journal: Journal | None = None
     seconds: float | None = None
+    starts: int = 2
 
 
 # numbers of the prompts of each conversation
@@ -210,15 +213,24 @@ def take_turns(contenders: int, prompts: Conversations, passes: int) -> Iterator
     yield from (Visit(c, [], [i]) for i in range(passes) for c in orders[i % contenders])
 
 
-def there_and_back(contenders: int, prompts: Conversations, passes: int) -> Iterator[Visit]:
-    """The visits of contenders that run one at a time: A B C, then C B A.
+def there_and_back(
+    contenders: int, prompts: Conversations, passes: int, starts: int = 2
+) -> Iterator[Visit]:
+    """The visits of contenders that run one at a time: A B C, C B A, A B C, and so on.
 
-    All prompts are decoded in both visits of a contender, half of the passes in each.
+    All prompts are decoded in each visit of a contender, half of the passes in each of the first
+    two.
     """
-    every = [i for turns in prompts for i in turns]
-    first, second = range(passes)[0::2], range(passes)[1::2]
-    yield from (Visit(c, every, first, starts=STARTS) for c in range(contenders))
-    yield from (Visit(c, [], second, c == 0, every, STARTS) for c in reversed(range(contenders)))
+    count = sum(map(len, prompts))
+    for start in range(starts):
+        order = range(contenders) if start % 2 == 0 else reversed(range(contenders))
+        numbers = range(start * count, (start + 1) * count)
+        timed = range(passes)[start::PASSES] if start < PASSES else []
+        for c in order:
+            if start == 0:
+                yield Visit(c, numbers, timed, tries=TRIES)
+            else:
+                yield Visit(c, [], timed, c == 0 and start == 1, numbers, TRIES)
 
 
 class Comparison:
@@ -252,8 +264,8 @@ class Comparison:
 
     def run(self, order: Callable[[int, Conversations, int], Iterator[Visit]]) -> None:
         """Make all visits in this order, with those tasks that are open."""
-        self._resume()
         visits = [*order(len(self.contenders), self.conversations, len(self.passes))]
+        self._resume({number for visit in visits for number in visit.again})
         if self.task.seconds is not None:
             self.first_ends = time.monotonic() + self.task.seconds / len(visits)
         work = sum(len(visit.tasks) for visit in visits)
@@ -261,7 +273,7 @@ class Comparison:
         with tqdm(total=work, initial=done, desc="compared", unit="task") as bar:
             for visit in visits:
                 contender = self.contenders[visit.contender]
-                if visit.starts > 1 or not contender.gone:
+                if visit.tries > 1 or not contender.gone:
                     self._visit(contender, visit, bar)
 
     @property
@@ -283,19 +295,26 @@ class Comparison:
         both = self.baseline.outputs.keys() & contender.outputs.keys()
         return sorted(both - self.left_out.keys())
 
+    def _again(self, contender: Contender) -> list[dict[int, PromptRun]]:
+        """The outputs of each later start, by number of the prompt."""
+        count = len(self.turns)
+        starts: dict[int, dict[int, PromptRun]] = {}
+        for number, run in sorted(contender.again.items()):
+            starts.setdefault(number // count, {})[number % count] = run
+        return [*starts.values()]
+
     def starts(self) -> Starts | None:
-        """The times of servers that were started twice, on the prompts that both starts decoded."""
-        seconds_per_token = {
-            contender.name or "target": [
-                sum(run.seconds for run in runs) / sum(len(run.tokens) for run in runs)
-                for runs in (
-                    [contender.outputs[i].timed.run for i in contender.again],
-                    contender.again.values(),
-                )
+        """The times of servers that were started again, on the prompts that all starts decoded."""
+        seconds_per_token = {}
+        for contender in filter(lambda c: c.again, self.contenders):
+            again = self._again(contender)
+            both = set.intersection(*({*runs} for runs in again))
+            first = {i: contender.outputs[i].timed.run for i in both}
+            runs = [[start[i] for i in both] for start in (first, *again)]
+            seconds_per_token[contender.name or "target"] = [
+                sum(run.seconds for run in one) / sum(len(run.tokens) for run in one)
+                for one in runs
             ]
-            for contender in self.contenders
-            if contender.again
-        }
         return Starts(seconds_per_token=seconds_per_token) if seconds_per_token else None
 
     def failures(self, contender: Contender) -> list[str]:
@@ -342,7 +361,11 @@ class Comparison:
             for i, logprob in side.logprobs.items():
                 side.outputs[i].timed.run.logprob = logprob
         starts = self.starts()
-        twice = {*pairs} <= self.baseline.again.keys() & contender.again.keys()
+        complete = (
+            [runs for runs in self._again(side) if {*pairs} <= runs.keys()]
+            for side in (self.baseline, contender)
+        )
+        again = [*zip(*complete, strict=False)]  # a start that is not complete does not count
         by_load, overloads, no_load = self.by_load(contender)
         about = dict(contender.facts)
         missing = about.pop("missing") | ({"by_load": no_load} if no_load else {})
@@ -356,8 +379,8 @@ class Comparison:
             runs=with_draft,
             baseline=plain,
             missing=missing,
-            again=[(self.baseline.again[i], contender.again[i]) for i in pairs if twice],
-            started=starts.behind(2 if twice else 1) if starts else None,
+            again=[(base[i], runs[i]) for base, runs in again for i in pairs],
+            started=starts.behind(1 + len(again)) if starts else None,
         )
 
     def report(
@@ -418,7 +441,7 @@ class Comparison:
     def _visit(self, contender: Contender, visit: Visit, bar: tqdm) -> None:
         """Do the open tasks of the visit; after a failure of the engine, start it once more."""
         gone, task = "", None
-        for _ in range(visit.starts):
+        for _ in range(visit.tries):
             if not any(self._open(contender, *task) for task in visit.tasks):
                 break
             task, warm = None, set[Load]()
@@ -454,19 +477,19 @@ class Comparison:
         if stage == JUDGE:
             entries = [e for draft in self.drafting for e in self._divergences(draft).values()]
             return bool(self._unread()) or not all(entry["judged"] for entry in entries)
-        plain = self.baseline
-        needed = plain.passes if stage == TIMED else plain.outputs
-        if plain.gone and contender is not plain and number not in needed:
+        plain, prompt = self.baseline, number % len(self.turns)
+        needed = number in plain.passes if stage == TIMED else prompt in plain.outputs
+        if plain.gone and contender is not plain and not needed:
             return False
         if stage == TIMED:
             earlier = {*range(number - number % PASSES, number)}  # passes of this load
             both = plain.passes.keys() & contender.passes.keys()
             undone = number not in contender.passes and (stage, number) not in plain.failed_tasks
             return undone and both >= earlier
-        if number in self.left_out or number >= self.count:
+        if prompt in self.left_out or prompt >= self.count:
             return False
         if stage == AGAIN:
-            return number not in contender.again and number in self.pairs(contender)
+            return number not in contender.again and prompt in self.pairs(contender)
         return number not in contender.outputs
 
     def _perform(
@@ -483,20 +506,22 @@ class Comparison:
                 self._keep(contender, stage, number, self._output(contender, engine, number))
             elif stage == AGAIN:
                 doing = f"started again, after {len(contender.again)} of {count} prompts"
-                run = engine.decode(self._asked(contender, number), self.decoding).run
+                asked = self._asked(contender, number % len(self.turns))
+                run = engine.decode(asked, self.decoding).run
                 self._keep(contender, stage, number, run)
             elif stage == JUDGE:
                 self._judge(engine)
             else:
-                asked = self._pass(number)
-                doing = f"at {asked.load}"
-                if asked.load not in warm:  # a GPU's first batches compile kernels
-                    first = asked._replace(
-                        load=Load(concurrency=asked.edge), prompts=asked.prompts[: asked.edge]
+                load_pass = self._pass(number)
+                doing = f"at {load_pass.load}"
+                if load_pass.load not in warm:  # a GPU's first batches compile kernels
+                    first = load_pass._replace(
+                        load=Load(concurrency=load_pass.edge),
+                        prompts=load_pass.prompts[: load_pass.edge],
                     )
                     timed_pass(engine, first, replace(self.decoding, max_new_tokens=WARM_UP))
-                    warm.add(asked.load)
-                self._keep(contender, stage, number, timed_pass(engine, asked, self.decoding))
+                    warm.add(load_pass.load)
+                self._keep(contender, stage, number, timed_pass(engine, load_pass, self.decoding))
         except ServerError as error:
             failure = ServerError(f"{doing}: {error}")
             if not engine.answers():
@@ -580,17 +605,21 @@ class Comparison:
             stage = f"{kind} of {contender.name or 'target'}"
             self.task.journal.add(stage, [self._key(contender, kind, number), result])
 
-    def _resume(self) -> None:
-        """Take the results that the journal has of these contenders, prompts and settings."""
+    def _resume(self, again: Iterable[int]) -> None:
+        """Take the results that the journal has of these contenders, prompts and settings.
+
+        again: the numbers of prompts of later starts.
+        """
         if self.task.journal is None:
             return
         self.task.journal.begin("results by contender, stage and prompt")
         by_id = {prompt.id: prompt for prompt in self.prompts.prompts}
+        numbers = {TIMED: self.passes, AGAIN: again}
         for contender in self.contenders:
             for kind, form in NOTED.items():
                 stage = f"{kind} of {contender.name or 'target'}"
                 values = dict(self.task.journal.results.get(stage, []))
-                for number in self.passes if kind == TIMED else range(len(self.turns)):
+                for number in numbers.get(kind, range(len(self.turns))):
                     if (key := self._key(contender, kind, number)) in values:
                         result = form.validate_python(values[key])
                         if kind == TIMED:
@@ -612,8 +641,9 @@ class Comparison:
             about += [self.task.loads[number // PASSES], number % PASSES]
             prompts: Sequence[int] = [turns[0] for turns in self.conversations]
         else:
+            start, number = divmod(number, len(self.turns))
             prompts = self.turns[number]
-            about += [number - prompts[0]]
+            about += [start, number - prompts[0]]
         settings = asdict(self.decoding) | {"stops": sorted(self.decoding.stops)}
         about += [settings, [asdict(self.prompts.prompts[i]) for i in prompts]]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]

@@ -6,6 +6,7 @@ that run already take turns; servers that are started here run one at a time.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tempfile
@@ -192,6 +193,16 @@ def measure_started(
         machine |= {"server_variables": variables}
 
         method = None if decoding.sampling.greedy else decoding.draft_sample_method
+        # The lengths of prompts, drafts and loads change `servers.arguments`, and no result.
+        shared = [
+            engine.__name__,
+            servers.installed,
+            [*arguments],
+            variables,
+            target,
+            _files(target),
+        ]
+        told: list[list[Any]] = []  # what servers tell of themselves
 
         @contextmanager
         def serving(
@@ -201,14 +212,16 @@ def measure_started(
                 raise ServerError(servers.unreadable[draft])
             with servers.serve(draft, gamma, method) as url:
                 server = servers.client(url, PATIENCE)
-                machine["engine_version"] = server.version
-                if servers.runner:
-                    machine.setdefault("runners", {})[name] = servers.runner
                 output = _warm_up(server, task)
                 if idle([output]) and draft not in N_GRAMS | {""}:
                     raise ServerError(IDLE)
-                if not draft and not machine.get("verify_costs"):
-                    machine["verify_costs"] = server.verify_costs(output.prompt_ids)
+                costs = None if draft else server.verify_costs(output.prompt_ids)
+                facts: dict[str, Any] = {"engine_version": server.version}
+                if costs:
+                    facts["verify_costs"] = costs
+                told.append([json.dumps(shared), name, servers.runner, facts])
+                if task.journal:  # for a later process, which may start no server
+                    task.journal.add("servers", told[-1])
                 yield server
 
         # every draft at its longest comes last, in the order given; the last one decides
@@ -221,15 +234,6 @@ def measure_started(
                 else reversed(servers.lengths(draft, gammas))
             )
         ]
-        # The lengths of prompts, drafts and loads change `servers.arguments`, and no result.
-        shared = [
-            engine.__name__,
-            servers.installed,
-            [*arguments],
-            variables,
-            target,
-            _files(target),
-        ]
         contenders = [Contender(serving, identity=shared)]
         for _, gamma, name, draft in sorted(wanted, key=itemgetter(0)):
             named = f"{name}, gamma {gamma}" if gammas[1:] else name
@@ -241,7 +245,15 @@ def measure_started(
                 Contender(partial(serving, draft, gamma, named), named, facts, identity)
             )
         comparison = Comparison(contenders, task)
-        comparison.run(there_and_back)
+        comparison.run(partial(there_and_back, starts=task.starts))
+        runners: dict[str, str] = {}
+        for about, name, runner, facts in (
+            task.journal.results.get("servers", []) if task.journal else told
+        ):
+            if about == json.dumps(shared):
+                machine |= facts
+                runners |= {name: runner} if runner else {}
+        machine["runners"] = runners or None
     return _report(
         comparison,
         servers.rule,

@@ -137,7 +137,7 @@ def evaluate(
     timer = StepTimer(target.decoder, [*drafters.values()], context, longest, decoding)
     models = ", ".join(labels.values())
     rounds: list[Round] = journal.each(
-        f"steps with {models}", range(ROUNDS), lambda *_: timer.round(), dict, "round"
+        f"steps of {models}", range(ROUNDS), lambda *_: timer.round(), dict, "round"
     )
 
     # 3. The draft length of each draft, on the tuning prompts.

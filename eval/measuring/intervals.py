@@ -2,7 +2,7 @@
 
 A measured number is a ratio of sums over prompts. Tokens of one output depend on each other, so
 prompts are the samples. Prompts that share a group are one sample, a cluster. A server's speed also
-differs between its starts; if servers were started twice, the intervals of speeds cover this.
+differs between its starts; if servers were started again, the intervals of speeds cover this.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Measured(Part):
     ci95: tuple[float, float] | None = Field(
         description="95%, Student's t over prompts, or over their documents where they name a "
         f"group; none below {FEWEST_CLUSTERS} of these. n is the number of prompts. Speeds of "
-        "servers that were started twice: over starts, too."
+        "servers that were started again: over starts, too."
     )
     n: Positive
     clusters: Positive | None = Field(

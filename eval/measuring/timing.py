@@ -220,7 +220,7 @@ def decode_in_turns(
         new_tokens = min(contender.decoding.max_new_tokens, WARM_UP_TOKENS)
         short = dataclasses.replace(contender.decoding, max_new_tokens=new_tokens)
         decode_undisturbed(target.decoder, contender._replace(decoding=short), *rows[0])
-    stages = [*(f"timed prompts of {name}" for name in contenders), f"timed steps with {label}"]
+    stages = [*(f"timed prompts of {name}" for name in contenders), f"timed steps of {label}"]
     *runs, rounds = journal.together(stages, rows, measure, lambda row: row, "prompt", enough)
     return [[PromptRun(**run) for run in each] for each in runs], rounds
 

@@ -118,12 +118,16 @@ def measured_in(report: Report) -> str:
     return f"{report.engine} {version}" if version else report.engine
 
 
+def basis_of(report: Report) -> str:
+    """Where the stated speed-up comes from."""
+    if report.engine == REFERENCE:
+        return "predicted for vLLM from acceptance and step costs in the reference decoder"
+    return f"measured in {measured_in(report)}"
+
+
 def verdict(report: Report) -> str:
     """One line: what to do, the speed-up, and the engine of which it is."""
-    engine, loads = measured_in(report), loads_of(report)
-    basis = f"measured in {engine}"
-    if report.engine == REFERENCE:
-        basis = "predicted for vLLM from acceptance and step costs in the reference decoder"
+    engine, loads, basis = measured_in(report), loads_of(report), basis_of(report)
     broken = ", ".join(map(label, report.broken))
     start = f"Do NOT serve {broken}: outputs mismatch the target's. " if broken else ""
     found = recommended(report)

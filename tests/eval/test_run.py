@@ -216,7 +216,7 @@ def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys
     calls, whole = counted("whole"), loaded(tmp_path / "whole")
     assert whole["provenance"]["resumed"] is False
     cut = counted("cut", 40)
-    assert "target outputs 1, steps with d (" in capsys.readouterr().err
+    assert "target outputs 1, steps of d (" in capsys.readouterr().err
     assert not (tmp_path / "cut" / "report" / "report.json").exists()
     # only a row that was begun and the stages' warm-ups are decoded a second time
     assert cut + counted("cut") <= calls + 20
@@ -314,7 +314,7 @@ def test_gate_and_bad_input(folder, tmp_path, capsys, sample_report):
     bad = ("--draft", f"bad={folder / 'draft'}", "--gamma", "1", "--max_prompts", "10")
     assert run(folder, tmp_path, *bad, "--fail_under_alpha", "0.99") == 1
     assert "lower bound of alpha" in capsys.readouterr().err
-    assert gate(sample_report.drafts["tuned"], None, 1000) == 1
+    assert gate(sample_report, None, 1000) == 1
     assert "lower bound of speedup" in capsys.readouterr().err
     assert run(folder, tmp_path, *bad, "--prompts", str(tmp_path / "none.jsonl")) == 2
     assert "none.jsonl" in capsys.readouterr().err

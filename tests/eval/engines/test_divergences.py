@@ -163,7 +163,7 @@ LOADS = [Load(concurrency=1), Load(concurrency=2)]
 STAGES = ["start", "decode", "explain", "pass"]
 
 
-def journaled(servers, path, loads=LOADS, dies_at=None, temperature=0.0):
+def journaled(servers, path, loads=LOADS, dies_at=None, temperature=0.0, starts=2):
     """The comparison of started servers, with its journal; the asked requests of each stage.
 
     dies_at: stage and number of the event at which the process is killed, before it asks.
@@ -202,7 +202,7 @@ def journaled(servers, path, loads=LOADS, dies_at=None, temperature=0.0):
     task = Task(PromptSet("", PROMPTS, []), decoding(temperature), {}, list(loads), None, journal)
     comparison = Comparison(contenders, task)
     with patch("eval.engines.comparison.timed_pass", timed):
-        comparison.run(there_and_back)
+        comparison.run(partial(there_and_back, starts=starts))
     return comparison, seen
 
 
@@ -244,7 +244,7 @@ def test_a_server_killed_in_any_stage_is_asked_nothing_twice(fake, tmp_path):
                 server.stop()
 
 
-def test_an_added_contender_or_load_costs_only_itself(fake, tmp_path):
+def test_an_added_contender_load_or_start_costs_only_itself(fake, tmp_path):
     def streamed():
         return [len(server.streamed) for server in servers]
 
@@ -259,6 +259,11 @@ def test_an_added_contender_or_load_costs_only_itself(fake, tmp_path):
     passes_of_two = 2 * (2 + 10 + 2 + 2)  # with requests that warm up
     assert [b - a for a, b in zip(counts, streamed(), strict=True)] == [passes_of_two] * 3
     assert [len(comparison.by_load(draft)[0]) for draft in comparison.drafting] == [2, 2]
+    counts = streamed()
+    comparison, events = journaled(servers, tmp_path, [Load(concurrency=1)], starts=3)
+    assert [b - a for a, b in zip(counts, streamed(), strict=True)] == [len(PROMPTS)] * 3
+    assert events["start"] == 3
+    assert {len(times) for times in comparison.starts().seconds_per_token.values()} == {3}
 
 
 def test_sampled_outputs_are_read_once(fake, tmp_path):

@@ -790,7 +790,9 @@ def test_a_branch_of_the_hub_that_moved_is_measured_anew(tmp_path, start, monkey
         monkeypatch.setattr("huggingface_hub.snapshot_download", downloaded)
         starter.started.clear()
         task = replace(ONE_PROMPT, journal=Journal(tmp_path / "measured.jsonl"))
-        measure_started(VllmServers, "org/target", {"lookup": "prompt-lookup"}, [2], task)
+        drafts = {"lookup": "prompt-lookup"}
+        told = measure_started(VllmServers, "org/target", drafts, [2], task).environment
+        assert told.engine_version  # also if no server is started
         return not starter.started
 
     assert [resumed(revision) for revision in ("a1", "a1", "b2", "a1")] == [

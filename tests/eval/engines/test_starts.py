@@ -100,36 +100,38 @@ def test_intervals_hold_the_truth_and_no_draft_is_faster_than_itself(deviation):
     assert preferred / trials <= 0.05  # 2.5%
 
 
-def test_a_report_of_two_starts():
-    report = evaluated(np.random.default_rng(2), 0.03)
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_report_of_several_starts(count):
+    report = evaluated(np.random.default_rng(2), 0.03, partial(there_and_back, starts=count))
     starts, draft = report.starts, report.drafts["own"]
-    assert {name: len(times) for name, times in starts.seconds_per_token.items()} == {
-        "target": 2,
-        "lookup": 2,
-        "own": 2,
-    }
-    apart = [math.log(one / other) for one, other in starts.seconds_per_token.values()]
-    assert starts.freedom == 3
-    assert starts.deviation == pytest.approx(math.sqrt(sum(x**2 for x in apart) / 2 / 3))
+    lengths = {name: len(times) for name, times in starts.seconds_per_token.items()}
+    assert lengths == dict.fromkeys(("target", "lookup", "own"), count)
+    variances = [np.var(np.log(times), ddof=1) for times in starts.seconds_per_token.values()]
+    assert starts.freedom == 3 * (count - 1)
+    assert starts.deviation == pytest.approx(math.sqrt(np.mean(variances)))
     rows = draft.per_prompt
-    assert {(row.outputs, row.tokens, row.baseline_tokens) for row in rows} == {(2, 40, 40)}
+    assert {(row.outputs, row.tokens, row.baseline_tokens) for row in rows} == {
+        (count, 20 * count, 20 * count)
+    }
     seconds = [sum(getattr(row, name) for row in rows) for name in ("baseline_seconds", "seconds")]
     assert draft.speedup.mean == pytest.approx(seconds[0] / seconds[1])
     assert draft.speedup.n == draft.lossless.prompts == report.prompts.n == 16
-    assert draft.ttft_ms.speculative.mean == pytest.approx(1000 * seconds[1] / 2 / 32)
+    assert draft.ttft_ms.speculative.mean == pytest.approx(1000 * seconds[1] / 2 / (16 * count))
 
 
 @pytest.mark.parametrize("broken", ["own", ""])
-def test_a_second_start_that_fails_leaves_one(broken):
-    """Times of that start do not count, and the error is that of one start."""
-    report = evaluated(np.random.default_rng(3), 0.05, broken=(broken, 2))
+@pytest.mark.parametrize(("count", "wider"), [(2, 1.2), (3, 1.1)])
+def test_a_start_that_fails_does_not_count(broken, count, wider):
+    """Its times are left out, and the error is that of the other starts."""
+    order = partial(there_and_back, starts=count)
+    report = evaluated(np.random.default_rng(3), 0.05, order, (broken, 2))
     assert "started again, after 12 of 16 prompts: broke off" in report.provenance["failures"]
-    assert report.starts.freedom == 3
+    assert report.starts.freedom == 3 * (count - 1)
     draft = report.drafts["own"]
     assert draft.speedup.n == 16
-    assert {row.outputs for row in draft.per_prompt} == {1}
+    assert {row.outputs for row in draft.per_prompt} == {count - 1}
     lookup, own = (np.log(d.speedup.ci95[1] / d.speedup.mean) for d in report.drafts.values())
-    assert (own > 1.2 * lookup) == (broken == "own")
+    assert (own > wider * lookup) == (broken == "own")
 
 
 def test_what_the_intervals_cover_is_told():

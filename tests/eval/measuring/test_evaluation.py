@@ -218,7 +218,7 @@ def test_an_added_draft_or_length_costs_only_itself(
     alone, added = stages(["b"], 3)
     assert alone.drafts["b"].speedup == both.drafts["b"].speedup
     # step costs are of all models together
-    assert {stage.partition(" (")[0] for stage in added} == {"steps with b", "timed steps with b"}
+    assert {stage.partition(" (")[0] for stage in added} == {"steps of b", "timed steps of b"}
     _, added = stages(["a", "b"], 4)
     assert sum(added.values()) == sum(first.values())
 
