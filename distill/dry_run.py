@@ -1,7 +1,8 @@
 """Estimate a run's memory, its disk space, and the largest speed-up of a draft.
 
 Memory is a coarse sum from the models' configs. The speed-up is computed from timed steps of target
-and draft, if their weights are on this machine. Nothing is written to the run's folder.
+and draft, if their weights are on this machine; where the run ends in vLLM, also from its steps.
+Nothing is written to the run's folder.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import dataclasses
 import math
 import shutil
 import sys
+import tempfile
 import textwrap
+from pathlib import Path
 
 import torch
 from accelerate import PartialState
@@ -19,11 +22,12 @@ from transformers import PreTrainedTokenizerBase
 
 from align.errors import UserError
 from align.files import nearest_existing
-from align.machine import machine_lines
+from align.machine import free_memory, machine_lines
 from align.sources import load_config, read_json, resolve_checkpoint, weights_cached
 from distill.drafters.pruned import pruned_config
+from distill.evaluation import in_engine
 from distill.models import Pair, check_models, parameters, target_loader
-from distill.prepare import untrained_drafter
+from distill.prepare import untrained_drafter, write_untrained
 from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe
 from distill.teacher.answers import AnsweringTarget, to_answer
@@ -31,13 +35,18 @@ from distill.teacher.started_vllm import answering_target
 from distill.teacher.store import Answers, bytes_per_token
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
+from eval.engines.forecast import forecast_gains, print_gains
+from eval.engines.local_vllm import VllmServers
 from eval.measuring import metrics
 from eval.measuring.cost import break_even_acceptance_rate, ceiling_speedup
 from eval.measuring.timing import step_costs
+from eval.prompts import PromptSet
+from eval.reporting.fields import Load
 
 EXAMPLE = 1000  # characters of a prompt's beginning, and of its end, that are printed
 DEPTHS = range(1, 5)  # layers of a pruned draft that are tried besides the recipe's
 ROUNDS = 5  # in which each step is timed
+LOADS = (1, 8, 32)  # requests at a time in vLLM on a GPU; on a CPU the first
 TRAINED_BYTES = 16  # a trained parameter in fp32: weight, gradient, two moments of AdamW
 CHECKPOINT = 3 * 4  # bytes of a parameter there: weight and two moments of AdamW in fp32
 FEW = 8  # outputs of a run with `minutes` that must fit on the disk
@@ -76,7 +85,14 @@ def dry_run(recipe: Recipe) -> int:
                 f"this machine (`hf download {spec}`)"
             )
             return 0
-    return print_gain(recipe, pair, prompts.evaluation.ids, load_target())
+    status = print_gain(recipe, pair, prompts.evaluation.ids, load_target())
+    if status or not in_engine(recipe):
+        return status
+    with tempfile.TemporaryDirectory() as folder:
+        write_untrained(recipe, pair, load_target(), Path(folder))
+        load_target.cache_clear()  # its memory is the servers'
+        free_memory()
+        return print_gain_in_vllm(recipe, pair, prompts.evaluation, folder)
 
 
 def print_gain(recipe: Recipe, pair: Pair, prompts: list[list[int]], target: Target) -> int:
@@ -101,6 +117,31 @@ def print_gain(recipe: Recipe, pair: Pair, prompts: list[list[int]], target: Tar
         shown = "none" if needed is None else f"{needed:.2f}"
         print(f"{name:>10}  {c:>6.3f}  {shown:>26}  {ceiling:>12.2f}x")
         ceilings.append(ceiling)
+    return refused(ceilings)
+
+
+def print_gain_in_vllm(recipe: Recipe, pair: Pair, prompts: PromptSet, draft: str) -> int:
+    """Print what drafts of 1 and of the most tokens can gain in vLLM; returns an exit status.
+
+    draft: the folder of a draft of the same shape as the run's.
+    """
+    forecast = forecast_gains(
+        VllmServers,
+        recipe.target,
+        {recipe.kind_name: draft},
+        sorted({1, recipe.gamma or recipe.max_gamma}),
+        prompts,
+        lambda ids: str(pair.target.tokenizer.decode(ids)),
+        Decoding(recipe.sampling, frozenset(), recipe.max_new_tokens, recipe.seed),
+        [Load(concurrency=n) for n in (LOADS if torch.cuda.device_count() else LOADS[:1])],
+    )
+    print(f"in vLLM {forecast.environment.engine_version}:")
+    print_gains(forecast.gains)
+    return refused([gain.perfect_speedup for gain in forecast.gains])
+
+
+def refused(ceilings: list[float]) -> int:
+    """The exit status for these speed-ups of perfect drafts; prints why it is not 0."""
     if max(ceilings) <= 1:
         print("error: even a perfect draft would gain nothing; use a smaller one.", file=sys.stderr)
         return 1

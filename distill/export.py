@@ -35,24 +35,34 @@ def export_draft(
     recipe: Recipe, pair: Pair, prepared: Draft, distilled: Any, answers: Answers
 ) -> None:
     """Write `draft/`, which engines and the reference decoder load."""
-    kind, dtype, ids = recipe.kind, getattr(torch, recipe.dtype), prepared.token_ids
     with atomic_folder(recipe.folder / "draft") as partial:
-        pair.target.tokenizer.save_pretrained(partial)
-        if not kind.language_model:
-            draft = Draft(distilled, ids)
-            kind.save(partial, draft, pair.target_embedding(dtype), recipe.target)
-        else:
-            full = distilled.to(dtype)
-            if recipe.sibling is None:
-                embedding = input_embedding(full).to(dtype)
-                # because a FrozenEmbedding returns fp32
-                full.set_input_embeddings(nn.Embedding.from_pretrained(embedding))
-            if ids is not None:
-                assert prepared.full_head is not None
-                read = answers.until(CALIBRATION_TOKENS)
-                full = full_vocabulary(full, ids, prepared.full_head, read)
-            kind.exported(full).save_pretrained(partial)
-        for_older_transformers(partial)
+        write_draft(recipe, pair, prepared._replace(model=distilled), partial, answers)
+
+
+def write_draft(
+    recipe: Recipe, pair: Pair, draft: Draft, folder: Path, answers: Answers | None = None
+) -> None:
+    """Write a draft to an existing folder, as engines load it.
+
+    answers: for the full head of a language model whose head is trimmed.
+    """
+    kind, dtype = recipe.kind, getattr(torch, recipe.dtype)
+    pair.target.tokenizer.save_pretrained(folder)
+    if not kind.language_model:
+        kind.save(folder, draft, pair.target_embedding(dtype), recipe.target)
+    else:
+        full = draft.model.to(dtype)
+        if recipe.sibling is None:
+            embedding = input_embedding(full).to(dtype)
+            # because a FrozenEmbedding returns fp32
+            full.set_input_embeddings(nn.Embedding.from_pretrained(embedding))
+        if draft.token_ids is not None:
+            assert draft.full_head is not None
+            assert answers is not None
+            read = answers.until(CALIBRATION_TOKENS)
+            full = full_vocabulary(full, draft.token_ids, draft.full_head, read)
+        kind.exported(full).save_pretrained(folder)
+    for_older_transformers(folder)
 
 
 def for_older_transformers(folder: Path) -> None:

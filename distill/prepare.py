@@ -17,6 +17,7 @@ from align.files import atomic_folder
 from align.sources import resolve_checkpoint
 from align.trim import choose_tokens, coverage_curve, lost_mass
 from distill.drafters.kind import Draft, Origin, TargetEnds
+from distill.export import write_draft
 from distill.models import Pair, forced_tokens, load_sibling
 from distill.recipe import Recipe
 from distill.teacher.states import states_of
@@ -103,24 +104,24 @@ def _sibling(recipe: Recipe, pair: Pair) -> Draft:
 
 
 def untrained_drafter(recipe: Recipe, pair: Pair, target: Target) -> Drafter:
-    """A drafter of the recipe's kind and shape, to time a step before there are outputs.
+    """A drafter of the recipe's kind and shape, to time a step before there are outputs."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_untrained(recipe, pair, target, Path(folder))
+        return load_drafter(folder, target, pair.strategy)
+
+
+def write_untrained(recipe: Recipe, pair: Pair, target: Target, folder: Path) -> None:
+    """Write a draft of the recipe's kind and shape to an existing folder, as engines load it.
 
     A trimmed head keeps the first vocabulary entries, because choosing entries needs outputs.
     """
-    if recipe.sibling is not None and not recipe.kind.added_modules:
-        return load_drafter(pair.draft.spec, target, pair.strategy)
-    dtype = getattr(torch, recipe.dtype)
-    with tempfile.TemporaryDirectory() as folder:
-        if recipe.sibling is not None:
-            model = _sibling(recipe, pair).model.to(dtype)
-            recipe.kind.exported(model).save_pretrained(folder)
-        else:
-            size = recipe.draft_vocab_size
-            ids = None if size is None else torch.arange(size, device=target.decoder.device)
-            base = _initialised(recipe, pair, target, ids, None)
-            recipe.kind.save(Path(folder), base, pair.target_embedding(dtype), recipe.target)
-        pair.target.tokenizer.save_pretrained(folder)
-        return load_drafter(folder, target)
+    if recipe.sibling is not None:
+        base = _sibling(recipe, pair)
+    else:
+        size = None if recipe.kind.language_model else recipe.draft_vocab_size
+        ids = None if size is None else torch.arange(size, device=target.decoder.device)
+        base = _initialised(recipe, pair, target, ids, None)
+    write_draft(recipe, pair, base, folder)
 
 
 def print_coverage(pair: Pair, answers: Iterable[CachedAnswer]) -> None:

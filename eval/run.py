@@ -9,6 +9,7 @@
     python -m eval.run --base_url URL --baseline_url URL --prompts P   running servers, also SGLang
     python -m eval.run --engine vllm … --concurrency 1,4,8            at steady loads
     python -m eval.run --engine llama.cpp …                           as vllm, in llama-server
+    python -m eval.run --engine vllm --forecast …                     before training: the most gain
     python -m eval.run --engine transformers --gamma 3 --target T --draft D --prompts P
 
 Exit status: 0; 1 if the lower bound of the last draft's 95% interval is below --fail_under_alpha or
@@ -40,7 +41,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from align.check import Strategy
 from align.errors import UserError
-from align.files import refuse_unwritable
+from align.files import refuse_unwritable, write_json
 from align.machine import use_machine
 from align.sources import (
     SourceError,
@@ -53,12 +54,14 @@ from align.sources import (
 )
 from align.vocabulary import stop_tokens
 from eval.decoding.build import build_decoder, longest_context
+from eval.decoding.drafters import LOOKUP
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target, load_target
 from eval.decoding.verification import SampleMethod, Sampling
 from eval.engines.comparison import Task
 from eval.engines.engine_server import EngineServer, Servers
+from eval.engines.forecast import forecast_gains, print_gains
 from eval.engines.llama_cpp import LlamaServers
 from eval.engines.load import GOODPUT, PASSES
 from eval.engines.local_vllm import VllmServers
@@ -148,6 +151,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--request_rate", type=rates, metavar="N,N,…", help=at_a_rate)
     limits = "of a good request at these loads, as ttft:500,tpot:50,e2el:3000"
     add("--goodput", type=_limits, metavar="NAME:MS,…", help=limits)
+    forecast = "servers started here: only time steps, and say what drafts can gain at most; "
+    add("--forecast", action="store_true", help=forecast + "default --draft: prompt-lookup")
     strategies = ["auto", *get_args(Strategy)]
     add("--strategy", default="auto", choices=strategies, help="vocabulary mapping")
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
@@ -169,6 +174,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         args.engine = "torch"
     args.loads = [Load(concurrency=n) for n in args.concurrency]
     args.loads += [Load(rate=rate) for rate in args.request_rate]
+    if args.forecast and not args.draft:
+        args.draft = [LOOKUP]
     args.draft_length = args.gamma[0] if args.gamma else None
     for reason in _refusals(args):
         parser.error(reason)
@@ -183,19 +190,24 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
         yield f"one process measures, not {processes} at once; start it with python -m eval.run"
     if engine == "sglang" and not args.served:
         yield "engine sglang is not started here; give --base_url and --baseline_url"
+    measures, started = not args.forecast, serves and not args.served
     applies = {
         "concurrency": serves,
-        "request_rate": serves,
-        "server_args": serves and not args.served,
-        "minutes": serves and not args.served,
-        "starts": serves and not args.served,
-        "ngram_gamma": engine == "vllm" and not args.served,
+        "request_rate": serves and measures,
+        "server_args": started,
+        "goodput": serves and measures,
+        "minutes": started and measures,
+        "starts": started and measures,
+        "ngram_gamma": engine == "vllm" and started and measures,
+        "forecast": started,
+        "fail_under_alpha": measures,
+        "fail_under_speedup": measures,
         "draft_sample_method": args.served or engine in ("torch", "vllm"),
         "strategy": engine == "torch" or args.run is not None,
         "max_prompt_length": not args.served or args.run is not None,
     }
     for option, applied in applies.items():
-        if not applied and getattr(args, option) not in (None, [], "auto"):
+        if not applied and getattr(args, option) not in (None, [], "auto", False):
             yield f"--{option} has no effect with {measured}; omit it"
     if serves and args.long_prompts == "truncate_left":
         yield f"{measured} renders whole prompts; give --long_prompts drop, or other --prompts"
@@ -440,9 +452,10 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
     return build_report(*logs)
 
 
-def _measure_in_engine(args: argparse.Namespace, journal: Journal) -> Report:
-    """The report of transformers, or of servers that are started here."""
+def _of_engine(args: argparse.Namespace) -> tuple[Any, PromptSet]:
+    """The tokenizer, None where only llama.cpp reads the target, and the prompts that are timed."""
     use_machine()
+    tokenizer: Any = None
     if args.engine in SERVED:
         SERVED[args.engine].program()  # missing? before the target is read
     try:
@@ -453,7 +466,35 @@ def _measure_in_engine(args: argparse.Namespace, journal: Journal) -> Report:
         evaluation = _prompts_of_gguf(args, error)
     else:
         evaluation, _ = _prompt_sets(args, tokenizer, config)
-    prompts = evaluation.drawn(args.speed_prompts, args.seed)  # as the reference decoder draws them
+    # as the reference decoder draws them
+    return tokenizer, evaluation.drawn(args.speed_prompts, args.seed)
+
+
+def _forecast(args: argparse.Namespace) -> None:
+    """Print and write what drafts can gain in servers that are started here."""
+    tokenizer, prompts = _of_engine(args)
+    path = args.output_dir / "forecast.json"
+    refuse_unwritable(path.parent)
+    forecast = forecast_gains(
+        SERVED[args.engine],
+        args.target,
+        _by_name(args.draft),
+        args.gamma,
+        prompts,
+        tokenizer and (lambda ids: str(tokenizer.decode(ids))),
+        decoding_of(args),
+        args.loads or [Load(concurrency=1)],
+        args.server_args,
+    )
+    print_gains(forecast.gains)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, forecast.model_dump(mode="json"))
+    print(f"\nForecast: {path}")
+
+
+def _measure_in_engine(args: argparse.Namespace, journal: Journal) -> Report:
+    """The report of transformers, or of servers that are started here."""
+    tokenizer, prompts = _of_engine(args)
     drafts, provenance = _by_name(args.draft), _made_by(args)
     if args.engine in SERVED:
         seconds = args.minutes and 60 * args.minutes
@@ -506,6 +547,9 @@ def main(argv: list[str], summary: bool = True) -> int:
     """Returns an exit status. summary: whether the results are printed, and where they are."""
     try:
         args = parse(argv)
+        if args.forecast:
+            _forecast(args)
+            return 0
         folder = args.output_dir / "report"
         refuse_unwritable(folder)
         with Journal(folder / JOURNAL) as journal:

@@ -5,8 +5,6 @@ import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import takewhile
-from operator import eq
 
 TEXT = list(range(100, 120))  # the constant model's output to everything, 20 tokens
 
@@ -73,7 +71,6 @@ class FakeVllm(ThreadingHTTPServer):
         self.notice = None  # a text that answers every request
         self.__dict__.update(changes)
         self.requests, self.lock, self.stopped = [], threading.Lock(), threading.Event()
-        self.costs = {2: 1.5, 4: 2.5, 8: 5.0}  # of a llama-server's forward by tokens; others: 1
         self.known = []  # ids in a llama-server's cache
         self.drafts = self.responses = self.active = self.most_active = 0
         threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
@@ -193,7 +190,6 @@ class _Handler(BaseHTTPRequestHandler):
             ids, body = body["prompt"], {"max_tokens": body["n_predict"], "model": "", **body}
             known, server.known = (server.known if body["cache_prompt"] else []), ids
             body["wide"] = ids[:-1] != known[: len(ids) - 1]
-            body["new"] = len(ids) - len([*takewhile(bool, map(eq, ids[:-1], known))])
         elif self.path not in {"/v1/completions", "/v1/chat/completions", *server.routes}:
             return self.reply({"error": "not found"}, 404)
         elif body["model"] not in server.names:
@@ -257,10 +253,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not body.get("stream"):
             top = [[{"id": i, "logprob": p} for i, p in row.items()] for row in rows or []]
             told = [{"id": i, "top_logprobs": t} for i, t in zip(tokens, top, strict=bool(rows))]
-            timings = {"prompt_n": body["new"], "prompt_ms": 10 * server.costs.get(body["new"], 1)}
             return self.reply(
-                {"tokens": tokens, "timings": timings}
-                | ({"completion_probabilities": told} if rows else {})
+                {"tokens": tokens} | ({"completion_probabilities": told} if rows else {})
             )
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")

@@ -25,7 +25,8 @@ class Decoding:
     """How text is decoded.
 
     rule, draft_sample_method: how drafted tokens are verified and proposed if tokens are sampled.
-    draft_sample_method None: a server does not report it.
+    draft_sample_method None: a server does not report it. ignore_eos: servers write max_new_tokens,
+    whatever `stops` has.
     """
 
     sampling: Sampling
@@ -34,6 +35,7 @@ class Decoding:
     seed: int = 0
     rule: Rule = "block"
     draft_sample_method: SampleMethod | None = "probabilistic"
+    ignore_eos: bool = False
 
     @property
     def draft_sampling(self) -> Sampling:

@@ -67,10 +67,6 @@ class EngineServer(Server, Engine, Judge, ABC):
         outputs = plain.run.tokens, with_draft.greedy.run.tokens
         return explain(self, with_draft.reading, plain.prompt_ids, outputs, position)
 
-    def verify_costs(self, ids: list[int]) -> dict[int, float] | None:
-        """The least time to verify so many tokens, over a plain step's; None: not known."""
-        return None
-
     def answers(self) -> bool:
         """As in `Engine`, by its list of models."""
         try:

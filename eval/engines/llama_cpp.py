@@ -5,7 +5,6 @@ Names of options and fields are those of llama.cpp's tools/server/README.md (bui
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shutil
@@ -15,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -44,7 +42,6 @@ LOST = -1  # the id of a token that the stream did not name
 NGRAM, NGRAM_DRAFT = 3, 6
 BACKEND_SAMPLING = "--no-spec-draft-backend-sampling"  # else the whole vocabulary is sorted
 STRIDE = 4  # tokens in a forward that reads an output again, as many as a step verifies
-VERIFIED, ROUNDS = (2, 4, 8), 5  # tokens whose verification is timed, and how often
 # Sampling that the server would take from its own defaults.
 PLAIN = {
     "min_p": 0.0,
@@ -113,7 +110,7 @@ class LlamaServer(EngineServer):
         sampling, schema = decoding.sampling, json_schema(prompt)
         body: dict[str, Any] = PLAIN | {"prompt": ids, "n_predict": decoding.max_new_tokens}
         body |= {"temperature": sampling.temperature, "top_k": sampling.top_k or 0}
-        body |= {"top_p": sampling.top_p, "cache_prompt": False}
+        body |= {"top_p": sampling.top_p, "cache_prompt": False, "ignore_eos": decoding.ignore_eos}
         body |= {} if schema is None else {"json_schema": schema}
         return body | {"seed": seed_of(decoding.seed, prompt.id) % (2**32 - 1)}  # which is random
 
@@ -122,20 +119,6 @@ class LlamaServer(EngineServer):
 
     def logprob(self, output: Output) -> str:
         return "llama-server has no log-probabilities of given tokens"
-
-    def verify_costs(self, ids: list[int]) -> dict[int, float] | None:
-        """As in EngineServer: new tokens behind a prefix in the cache, with one token's logits."""
-        prefix, tokens = ids[: len(ids) // 2 + 1], itertools.count(10)  # no token is sent twice
-        times = {count: list[float]() for count in (1, *VERIFIED)}
-        for _ in range(ROUNDS):
-            for count, milliseconds in times.items():
-                body = PLAIN | {"prompt": prefix + [next(tokens)] * count, "n_predict": 1}
-                told = self.ask("/completion", body | {"cache_prompt": True})["timings"]
-                if told["prompt_n"] == count:  # else the prefix was read, too
-                    milliseconds.append(told["prompt_ms"])
-        if not all(times.values()):
-            return None
-        return {count: round(median(times[count]) / median(times[1]), 2) for count in VERIFIED}
 
     def written(self, prompt: list[int], count: int) -> tuple[list[int], list[Logprobs]]:
         return self._asked(prompt, count, cached=False)

@@ -182,23 +182,14 @@ def measure_started(
         servers = engine(target, drafts.values(), Path(scratch), positions, slots, arguments)
         if servers.unreadable.keys() >= {*drafts.values()}:
             raise ServerError("; ".join(servers.unreadable.values()))
-        machine = environment(servers.client.engine, None, torch.device("cpu"))
-        variables = {
-            name: value
-            for name, value in sorted((servers.variables | os.environ).items())
-            if CONFIGURES.fullmatch(name)
-        }
-        machine |= {"threads": None, "hardware": servers.hardware}
-        machine |= {"server_arguments": masked_arguments(servers.arguments)}
-        machine |= {"server_variables": variables}
-
+        machine = machine_of(servers)
         method = None if decoding.sampling.greedy else decoding.draft_sample_method
         # The lengths of prompts, drafts and loads change `servers.arguments`, and no result.
         shared = [
             engine.__name__,
             servers.installed,
             [*arguments],
-            variables,
+            machine["server_variables"],
             target,
             _files(target),
         ]
@@ -212,13 +203,9 @@ def measure_started(
                 raise ServerError(servers.unreadable[draft])
             with servers.serve(draft, gamma, method) as url:
                 server = servers.client(url, PATIENCE)
-                output = _warm_up(server, task)
-                if idle([output]) and draft not in N_GRAMS | {""}:
+                if idle([_warm_up(server, task)]) and draft not in N_GRAMS | {""}:
                     raise ServerError(IDLE)
-                costs = None if draft else server.verify_costs(output.prompt_ids)
-                facts: dict[str, Any] = {"engine_version": server.version}
-                if costs:
-                    facts["verify_costs"] = costs
+                facts = {"engine_version": server.version}
                 told.append([json.dumps(shared), name, servers.runner, facts])
                 if task.journal:  # for a later process, which may start no server
                     task.journal.add("servers", told[-1])
@@ -263,6 +250,21 @@ def measure_started(
         dtype=servers.dtype,
         environment=machine,
     )
+
+
+def machine_of(servers: Servers) -> dict[str, Any]:
+    """The fields of `Environment` for servers that are started here."""
+    variables = {
+        name: value
+        for name, value in sorted((servers.variables | os.environ).items())
+        if CONFIGURES.fullmatch(name)
+    }
+    return environment(servers.client.engine, None, torch.device("cpu")) | {
+        "threads": None,
+        "hardware": servers.hardware,
+        "server_arguments": masked_arguments(servers.arguments),
+        "server_variables": variables,
+    }
 
 
 def idle(outputs: Iterable[Output]) -> bool:

@@ -61,6 +61,7 @@ class SglangServer(EngineServer):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
+            "ignore_eos": decoding.ignore_eos,
             "sampling_seed": seed_of(decoding.seed, prompt.id) % 2**31,  # of 32 bits
             **UNPENALISED,
         }

@@ -31,6 +31,7 @@ class VllmServer(EngineServer):
             "top_p": decoding.sampling.top_p,
             "top_k": decoding.sampling.top_k or -1,
             "seed": seed_of(decoding.seed, prompt.id),
+            "ignore_eos": decoding.ignore_eos,
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,

@@ -58,14 +58,18 @@ def same_at_every_position(acceptance_rate: float, draft_length: int) -> list[fl
     return [acceptance_rate**i for i in range(1, draft_length + 1)]
 
 
+def break_even_length(draft_length: int, costs: StepCosts) -> float:
+    """The mean acceptance length with a speed-up of 1: the plain steps that a step costs."""
+    step = float(costs.draft(draft_length) + costs.verify(draft_length + 1.0))
+    return step / costs.target_step_ms
+
+
 def expected_speedup(accepted: Sequence[float], costs: StepCosts) -> float:
     """Decode-phase speed-up of drafts of g = len(accepted) tokens over the target alone.
 
     accepted: m_1 … m_g. Batch size 1; overhead outside the models is not counted.
     """
-    draft_length = len(accepted)
-    step = float(costs.draft(draft_length) + costs.verify(draft_length + 1.0))
-    return (1 + sum(accepted)) * costs.target_step_ms / step
+    return (1 + sum(accepted)) / break_even_length(len(accepted), costs)
 
 
 def best_draft_length(accepted: Sequence[float], costs: StepCosts) -> tuple[int, float]:

@@ -300,7 +300,6 @@ class Environment(Part):
     runners: dict[str, str] | None = Field(
         None, description="vLLM's model runner (first, second), by draft and `target`"
     )
-    verify_costs: dict[int, Quantity] | None = Field(None, description="at least t(n) / t(1), by n")
 
 
 class HeldOutPoint(Part):

@@ -164,17 +164,17 @@ def verdict(report: Report) -> str:
 
 
 def _too_costly(report: Report) -> str:
-    """That verifying alone costs more than the draft models gain, where this is known."""
-    costs, gains = report.environment.verify_costs, {}
-    for name, draft in report.drafts.items():
-        if costs and draft.counters and draft.gamma and draft.serves_alone and draft.path != LOOKUP:
-            cost = max(cost for count, cost in costs.items() if count <= draft.gamma + 1)
-            tokens = draft.counters.mean_acceptance_length.mean
-            gains[tokens / cost] = (
-                f" No draft model can gain here: verifying {draft.gamma + 1} tokens costs at least "
-                f"{cost:.1f} plain steps, and a step of {label(name)} emits {tokens:.1f} tokens."
-            )
-    return gains[max(gains)] if gains and max(gains) < 1 else ""
+    """What a step costs of the fastest draft model in an engine, if it is slower than none."""
+    models = [
+        (draft.speedup.mean, draft.counters.mean_acceptance_length.mean, label(name))
+        for name, draft in report.drafts.items()
+        if draft.counters and draft.serves_alone and draft.path != LOOKUP
+    ]
+    speedup, tokens, name = max(models, default=(1.0, 0.0, ""))
+    if speedup >= 1:
+        return ""
+    cost = f"{tokens / speedup:.1f} plain steps"
+    return f" A step of {name} emits {tokens:.1f} tokens and costs {cost}."
 
 
 def _by_load(report: Report, found: Recommendation) -> str:

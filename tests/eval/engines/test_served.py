@@ -397,6 +397,36 @@ def pair(tmp_path):
     return ["--target", str(tmp_path / "target"), *drafts]
 
 
+def test_a_forecast_starts_each_server_once(tmp_path, prompts, pair, start, capsys):
+    starter, servers = start(), []
+    make, starter.make = starter.make, lambda config: servers.append(made := make(config)) or made
+    assert command(prompts, tmp_path, *pair, "--gamma", "2,3", "--forecast") == 0
+    assert [c and c["num_speculative_tokens"] for *_, c in starter.started] == [None, 2, 3, 2, 3]
+    assert all(body["ignore_eos"] for server in servers for body in server.streamed)
+    forecast = read_json(tmp_path / "forecast.json")
+    assert forecast["schema"] == "draftsmith-forecast/1"
+    assert forecast["environment"]["engine_version"] == "0.32.0"
+    found = [(g["draft"], g["draft_length"], g["concurrency"]) for g in forecast["gains"]]
+    assert found == [(name, length, 1) for name in ("lookup", "own") for length in (2, 3)]
+    shown = capsys.readouterr().out
+    for gain in forecast["gains"]:
+        assert gain["break_even"] == pytest.approx(gain["step_ms"] / gain["plain_step_ms"])
+        most = (gain["draft_length"] + 1) / gain["break_even"]
+        assert gain["perfect_speedup"] == pytest.approx(most)
+        assert f"{gain['break_even']:.2f}" in shown
+    assert not (tmp_path / "report").exists()
+    # without a draft, n-grams
+    assert command(prompts, tmp_path / "b", *pair[:2], "--gamma", "2", "--forecast") == 0
+    assert [c and c["method"] for *_, c in starter.started[5:]] == [None, "ngram"]
+    # a draft that the server did not load
+    start(lambda config: FakeVllm(counts=config["method"] == "ngram", step=2))
+    assert command(prompts, tmp_path, *pair, "--gamma", "2", "--forecast") == 0
+    assert [gain["draft"] for gain in read_json(tmp_path / "forecast.json")["gains"]] == ["lookup"]
+    assert "own drafted in 0%" in capsys.readouterr().out
+    start(lambda config: FakeVllm(counts=False))
+    assert command(prompts, tmp_path, *pair, "--gamma", "2", "--forecast") == 2
+
+
 def test_servers_are_started_for_every_draft_and_length(tmp_path, prompts, pair, start):
     starter = start()
     assert command(prompts, tmp_path, *pair, "--gamma", "2,3", "--concurrency", "1,2") == 0
