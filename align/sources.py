@@ -641,7 +641,8 @@ def _check_checkpoint(spec: str, folder: Path, weights: bool, quantised: bool) -
             "the folder that holds config.json, tokenizer.json and *.safetensors."
         )
     config = read_json(folder / "config.json")
-    if "auto_map" in config:
+    # speculators 0.9 writes auto_map beside each head, whose layers are of transformers
+    if "auto_map" in config and "speculators_model_type" not in config:
         from transformers import CONFIG_MAPPING  # slow to import, and rarely needed
 
         if config.get("model_type") not in CONFIG_MAPPING:

@@ -41,8 +41,9 @@ from gguf import (
 )
 from gguf.quants import quant_shape_to_byte_shape, quantize
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 
+from align.dflash_config import is_dflash, plain_config
 from align.errors import UserError
 from align.files import atomic_file
 from align.sources import (
@@ -127,14 +128,13 @@ def write_gguf(checkpoint: str | Path, path: Path, kind: str, target: Path | Non
     spec = str(checkpoint)
     about = read_json(resolve_checkpoint(spec) / "config.json")
     draft, names = about.get("speculators_model_type"), about.get("architectures") or ()
-    is_dflash = draft == DFLASH or "DFlashDraftModel" in names
-    if is_dflash or draft == EAGLE3 or "Eagle3" in str(names) or "draft_vocab_size" in about:
+    if is_dflash(about) or draft == EAGLE3 or "Eagle3" in str(names) or "draft_vocab_size" in about:
         if target is None:
             raise UserError(
                 f"{spec!r} reads hidden states, and has its target's tokenizer in llama.cpp; name "
                 "the target's GGUF file (--target FILE)."
             )
-        content = (_dflash if is_dflash else _eagle3)(spec, target)
+        content = (_dflash if is_dflash(about) else _eagle3)(spec, target)
     else:
         content = _language_model(spec)
     wanted = GGMLQuantizationType[kind.upper()]
@@ -222,22 +222,23 @@ def _eagle3(spec: str, target: Path) -> _Content:
 
 
 def _dflash(spec: str, target: Path) -> _Content:
-    """A DFlash draft in z-lab's layout; embedding, LM head and tokenizer are the target's.
+    """A DFlash draft; embedding, LM head and tokenizer are the target's.
 
     llama.cpp numbers hidden states as eval/decoding/forward.py does: state i is the input of layer
     i. Names and fields are those of its src/models/dflash.cpp (build b10434).
     """
     folder = resolve_checkpoint(spec)
-    inner = read_json(folder / "config.json").get("dflash_config", {})
+    plain = plain_config(read_json(folder / "config.json"))
+    inner = plain["dflash_config"]
     if missing := {"target_layer_ids", "mask_token_id"} - inner.keys():
-        layout = f"the layout of speculators or no {' and '.join(sorted(missing))}"
-        _refuse(spec, {layout}, "Train from it (draft: FOLDER)")
-    config: Any = load_config(spec)
+        _refuse(spec, {f"no {name}" for name in missing}, "Train from it (draft: FOLDER)")
+    config: Any = Qwen3Config(**plain)
     layers, scaling = config.num_hidden_layers, config.rope_parameters["rope_type"]
     tensors, unknown = _draft_tensors(folder, FAMILIES["qwen3"], layers, DFLASH_NAMES)
     unknown |= {path.name for path in folder.glob("mask_embedding.pt")}
     unknown |= {"token_embd.weight"} & tensors.keys()
     unknown |= {*config.layer_types} - {"full_attention"} | {scaling} - {"default"}
+    unknown |= {"causal"} if plain["is_causal"] else set()
     unknown |= {key for key in inner.keys() - DFLASH_KEYS if inner[key]}
     _refuse(spec, unknown, "Train a DFlash draft with draft_vocab_size: null")
     states = [layer + 1 for layer in inner["target_layer_ids"]]
@@ -245,7 +246,7 @@ def _dflash(spec: str, target: Path) -> _Content:
     _refuse_other_target(spec, config, states, target)
 
     def add_rest(writer: GGUFWriter) -> None:
-        writer.add_uint32(f"{DFLASH}.block_size", inner.get("block_size") or config.block_size)
+        writer.add_uint32(f"{DFLASH}.block_size", config.block_size)
         writer.add_array(f"{DFLASH}.target_layers", states)
         _add_tokenizer_of(writer, target)
         writer.add_mask_token_id(inner["mask_token_id"])

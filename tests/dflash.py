@@ -1,9 +1,10 @@
-"""DFlash drafts as others publish them, with random weights."""
+"""DFlash drafts as others publish them, with random weights, and a forward slot by slot."""
 
 import json
 
 import torch
 from safetensors.torch import save_file
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 # config.json of z-lab/Qwen3-4B-DFlash-b16 without sizes and ids
 Z_LAB = {
@@ -30,6 +31,61 @@ SIZES = (
     *("num_attention_heads", "num_key_value_heads"),
 )
 DRAFTED = 3  # tokens of a block
+
+
+def mixed(conv, side, h, weights):
+    """The slots h [W, H] mixed with those before them; weights: of each slot [W, 2, taps, H]."""
+    if conv is None:
+        return h
+    return torch.stack(
+        [
+            sum(weights[i, side, tap] * h[i - tap] for tap in range(weights.shape[2]) if tap <= i)
+            for i in range(len(h))
+        ]
+    )
+
+
+def mixing(conv, h):
+    """The weights of each slot h [W, H] in a mixture [W, 2, taps, H]."""
+    if conv is None:
+        return None
+    _, taps, size = conv.base_kernel.shape
+    by_group = conv.kernel_projection(h).view(len(h), 2, taps, -1, 1)
+    return conv.base_kernel + by_group.expand(-1, -1, -1, -1, size // by_group.shape[3]).flatten(3)
+
+
+def by_definition(model, states, tokens, views):
+    """The LM head's inputs [W, H] of the block `tokens` [W], without caches and masks.
+
+    states: the target's before the anchor [T, L * H]. views: by layer, its window, and whether it
+    is causal.
+    """
+    body, start, width = model.model, len(states), len(tokens)
+    context, x = body.hidden_norm(body.fc(states)), body.embed_tokens(tokens)
+    cos, sin = body.rotary_emb(x[None], torch.arange(start + width)[None])
+    for layer, (window, causal) in zip(body.layers, views, strict=True):
+        own, h = layer.self_attn, layer.input_layernorm(x)
+        weights = mixing(layer.attention_conv, h)
+        normed = mixed(layer.attention_conv, 0, h, weights)
+        read = torch.cat([context, normed])
+        q, k, v = (
+            part(h).unflatten(-1, (-1, own.head_dim)).transpose(0, 1)
+            for part, h in ((own.q_proj, normed), (own.k_proj, read), (own.v_proj, read))
+        )
+        q = apply_rotary_pos_emb(own.q_norm(q), own.q_norm(q), cos[0, start:], sin[0, start:], 0)[0]
+        k = apply_rotary_pos_emb(own.k_norm(k), own.k_norm(k), cos[0], sin[0], 0)[0]
+        k, v = (part.repeat_interleave(own.num_key_value_groups, 0) for part in (k, v))
+        outputs = []
+        for place in range(start, start + width):
+            first = 0 if window is None else max(0, place - window + 1)
+            seen = slice(first, place + 1 if causal else None)
+            scores = (q[:, place - start, None] * k[:, seen]).sum(-1) * own.scaling
+            outputs.append((scores.softmax(-1)[..., None] * v[:, seen]).sum(1).flatten())
+        x = x + mixed(layer.attention_conv, 1, own.o_proj(torch.stack(outputs)), weights)
+        h = layer.post_attention_layernorm(x)
+        weights = mixing(layer.mlp_conv, h)
+        x = x + mixed(layer.mlp_conv, 1, layer.mlp(mixed(layer.mlp_conv, 0, h, weights)), weights)
+    return body.norm(x)
 
 
 def save_published(folder, shape, target_layers, token_ids=None):
@@ -77,6 +133,7 @@ def save_published(folder, shape, target_layers, token_ids=None):
         own = {key: about.pop(key) for key in ("architectures", "block_size", "dtype")}
         del about["auto_map"]
         about = own | {
+            "auto_map": {"": "config.DFlashSpeculatorConfig"},
             "speculators_model_type": "dflash",
             "speculators_config": {
                 "algorithm": "dflash",

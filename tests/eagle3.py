@@ -12,6 +12,7 @@ from torch import nn
 
 # config.json without sizes, by layout; speculators writes the layers' own config beside its keys
 SPECULATORS = {"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3"}
+SPECULATORS |= {"auto_map": {"": "config.Eagle3SpeculatorConfig"}}
 EAGLE = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
 WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 5, "use_sliding_window": True}
 LAYOUTS = {

@@ -53,7 +53,7 @@ class Marks(NamedTuple):
 
 
 def sees(queries: Marks, keys: Marks, window: int | None, both_ways: bool) -> Tensor:
-    """Whether each query sees each key [B, Q, K]; arguments as of `Attention`."""
+    """Whether each query sees each key [B, Q, K]; arguments as of `Attention.__call__`."""
     behind = queries.positions[..., None] - keys.positions[:, None]
     seen = behind >= 0
     if window is not None:
@@ -68,38 +68,36 @@ def sees(queries: Marks, keys: Marks, window: int | None, both_ways: bool) -> Te
 class Attention:
     """Attention of these queries over these keys, for all layers of a draft that share them.
 
-    A query sees its text up to its position, and its group up to its depth. both_ways: it sees its
-    whole group. by_text: compute text by text. False: with one dense mask, as a GPU does.
+    A query sees its text up to its position, and its group up to its depth. by_text: compute text
+    by text. False: with one dense mask, as a GPU does.
     """
 
-    def __init__(
-        self, queries: Marks, keys: Marks, both_ways: bool = False, by_text: bool | None = None
-    ) -> None:
-        self.queries, self.keys, self.both_ways = queries, keys, both_ways
+    def __init__(self, queries: Marks, keys: Marks, by_text: bool | None = None) -> None:
+        self.queries, self.keys = queries, keys
         self.by_text = queries.texts.device.type == "cpu" if by_text is None else by_text
-        self.masks: dict[tuple[int | None, torch.dtype], list[Tensor]] = {}
+        self.masks: dict[tuple[int | None, bool, torch.dtype], list[Tensor]] = {}
         if self.by_text:
             count = max(keys.texts.flatten().tolist()) + 1
             self.places = [_places(marks.texts, count) for marks in (queries, keys)]
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> list[Tensor]:
+    def mask(self, window: int | None, both_ways: bool, dtype: torch.dtype) -> list[Tensor]:
         """The scores that are added: [1, Q, K] of each text, or one [B, 1, Q, K]."""
-        if (window, dtype) not in self.masks:
+        if (window, both_ways, dtype) not in self.masks:
             pairs = [(self.queries, self.keys)]
             if self.by_text:
                 pairs = list(zip(*map(self._parts, range(2)), strict=True))
-            seen = [sees(*pair, window, self.both_ways) for pair in pairs]
+            seen = [sees(*pair, window, both_ways) for pair in pairs]
             if not self.by_text:
                 seen = [seen[0][:, None]]
             lowest = torch.finfo(dtype).min
-            self.masks[window, dtype] = [
+            self.masks[window, both_ways, dtype] = [
                 torch.zeros_like(each, dtype=dtype).masked_fill_(~each, lowest) for each in seen
             ]
-        return self.masks[window, dtype]
+        return self.masks[window, both_ways, dtype]
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The scores to add of all pairs [B, 1, Q, K], as models of transformers take them."""
-        return Attention(self.queries, self.keys, self.both_ways, False).mask(None, dtype)[0]
+        return Attention(self.queries, self.keys, False).mask(None, False, dtype)[0]
 
     def _parts(self, side: int) -> list[Marks]:
         """The marks of the queries (0) or keys (1), text by text."""
@@ -117,14 +115,16 @@ class Attention:
         v: Tensor,
         scale: float | None = None,
         window: int | None = None,
+        both_ways: bool = False,
     ) -> Tensor:
         """The heads' output [B, Q, A, D] of q [B, A, Q, D], k and v [B, G, K, D].
 
         scale: of the scores; None: D ** -0.5. window: the number of tokens that a query sees at
-        most, itself included; None: all. The output of padding means nothing.
+        most, itself included; None: all. both_ways: a query sees its whole group. The output of
+        padding means nothing.
         """
         q, k = q.to(v.dtype), k.to(v.dtype)  # `rotated` may have computed in fp32
-        masks = self.mask(window, v.dtype)
+        masks = self.mask(window, both_ways, v.dtype)
         if not self.by_text:
             # torch's kernels for a mask need as many heads of keys as of queries
             k, v = (repeat_kv(x, q.shape[1] // x.shape[1]) for x in (k, v))

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedConfig
 
+from align.sources import load_config
 from eval.decoding.drafters.compact import COMPACT
 from eval.decoding.target import tensor_sha256
 
@@ -29,6 +31,26 @@ def write_compact(
         for name, tensor in tensors.items()
     }
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def tuned_config(
+    about: Mapping[str, Any], layers: PreTrainedConfig, embedding: Tensor, target: str
+) -> dict[str, Any]:
+    """The config.json of a draft for `target`, whose layers have the config `layers`.
+
+    about: the config.json that it was read from, or that of a new draft.
+    """
+    dtype = "dtype" if "dtype" in about else "torch_dtype"
+    tuned = {**about, dtype: str(embedding.dtype).removeprefix("torch.")}
+    if shape := about.get("transformer_layer_config"):
+        # vLLM reads these keys without the defaults of the layers' class
+        own, keys = layers.to_dict(), type(layers)().to_dict()
+        tuned["transformer_layer_config"] = {key: own[key] for key in keys} | shape
+    if proposals := about.get("speculators_config"):
+        names = load_config(target).architectures
+        verifier = {"name_or_path": target, "architectures": names}
+        tuned["speculators_config"] = proposals | {"verifier": verifier}
+    return tuned
 
 
 def target_id_maps(token_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:

@@ -6,16 +6,18 @@ mean, the exponential decay of the paper, and the draft works at each length up 
 block sees the target's states before its anchor and its own slots, as in decoding. The
 distributions that it learns are those that the target had at the same tokens.
 
-`fc`, the norms and the layers are trained; embedding and LM head are the target's. `k_norm` is not
-trained, so that a new draft has the same one in each layer: vLLM 0.32 on a CPU uses that of the
-first layer for the context of all layers. Legend: B rows, T tokens, N response positions, Q slots
-of a row's blocks, L layers read, H hidden size, D size of an attention head.
+`fc`, the norms and the layers are trained; embedding and LM head are the target's. The selector of
+a DFlash2 draft stays as published. `k_norm` is not trained, so that a new draft has the same one in
+each layer: vLLM 0.32 on a CPU uses that of the first layer for the context of all layers. Legend: B
+rows, T tokens, N response positions, Q slots of a row's blocks, L layers read, H hidden size, D
+size of an attention head.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 
+from align.dflash_config import ARCHITECTURE, plain_config
 from align.sources import read_json
 from distill.drafters.attention import NO_TEXT, Attention, Marks, Rotary, rotated
 from distill.drafters.batch import (
@@ -35,19 +38,18 @@ from distill.drafters.batch import (
     recomputed,
     slots,
 )
-from distill.drafters.compact import target_id_maps, write_compact
+from distill.drafters.compact import target_id_maps, tuned_config, write_compact
 from distill.drafters.initialisation import scaled, shape_of, to_train, undivided, usual_sizes
 from distill.drafters.kind import Config, Draft, DraftKind, Origin
 from distill.drafters.layers import heads, normed, rotary_of
 from eval.decoding.drafters import dflash
 from eval.decoding.drafters.dflash import (
-    ARCHITECTURE,
     EMBEDDING,
     HEAD,
     PREFIX,
     build_dflash,
     load_dflash,
-    plain_config,
+    mixed_around,
 )
 from eval.decoding.weights import linear
 
@@ -88,13 +90,9 @@ class DFlash(DraftKind):
             if name not in shared
         }
         tensors["fc.weight"] = undivided(model)
-        about = model.config.to_dict() | {
-            "architectures": [ARCHITECTURE],
-            "torch_dtype": str(embedding.dtype).removeprefix("torch."),
-        }
+        about = tuned_config(model.about, model.config, embedding, target)
         if draft.token_ids is not None:
             tensors |= target_id_maps(draft.token_ids, len(embedding))
-            about["draft_vocab_size"] = len(draft.token_ids)
         (folder / "config.json").write_text(json.dumps(about, indent=2))
         write_compact(folder, self.name, tensors, embedding, sizes=model.sizes.tolist())
 
@@ -141,8 +139,10 @@ def random_draft(origin: Origin) -> Any:
         "mask_token_id": origin.mask,
         "target_layer_ids": [number - 1 for number in origin.layers],
     }
+    config.is_causal = False
     head = origin.head().cpu()
     model = build_dflash(config, len(head))
+    model.about = config.to_dict() | {"architectures": [ARCHITECTURE]}
     model.lm_head, body = linear(head), model.model
     body.to_empty(device="cpu")
     body.rotary_emb = type(body.rotary_emb)(config)  # because it is empty, too
@@ -153,14 +153,17 @@ def random_draft(origin: Origin) -> Any:
         elif name != "embed_tokens.weight":  # `to_train` sets it
             weight.normal_(std=config.initializer_range, generator=generator)
     model.own_head = origin.token_ids is not None
+    if model.own_head:
+        model.about["draft_vocab_size"] = len(head)
     return model.eval()
 
 
 def _to_train(model: Any, sizes: Tensor, embedding: Tensor) -> Any:
     model = to_train(model, sizes, embedding)
-    frozen = [model.lm_head, *(layer.self_attn.k_norm for layer in model.model.layers)]
-    for module in frozen:
-        module.weight.requires_grad_(False)
+    selector, layers = model.model.candidate_selector, model.model.layers
+    frozen = [model.lm_head, *(layer.self_attn.k_norm for layer in layers)]
+    for module in [*frozen, selector] if selector else frozen:
+        module.requires_grad_(False)
     return model
 
 
@@ -173,38 +176,44 @@ def read_blocks(model: Any, batch: TrainingBatch) -> Tensor:
     start = batch.positions[anchors.clamp_min(0)]  # [B, Q], in the flattened batch
     before = batch.position_ids.flatten()[start]  # tokens before the anchor
     texts = batch.texts.flatten()[start].masked_fill(anchors < 0, NO_TEXT)
-    blocks = Marks(texts, before - 1, anchors, depths)
+    # a slot at depth 0 is one position behind the last one that it sees
+    blocks = Marks(texts, before - 1, anchors, depths + 1)
     context_marks = Marks.of_texts(batch.texts, batch.position_ids)
-    attention = Attention(blocks, context_marks.then(blocks.as_keys()), both_ways=True)
+    attention = Attention(blocks, context_marks.then(blocks.as_keys()))
     mask = model.config.dflash_config["mask_token_id"]
     tokens = batch.input_ids.flatten()[start].masked_fill(depths > 0, mask)
     x = body.embed_tokens(tokens)
     context = normed(body.hidden_norm, body.fc(scaled(model, batch.states)))
     rotary = rotary_of(body, torch.cat([batch.position_ids, before + depths], 1))
     for layer in body.layers:
-        x = recomputed(layer, decoded, layer, x, context, rotary, attention)
+        x = recomputed(layer, decoded, layer, x, context, rotary, attention, depths)
     return normed(body.norm, x)
 
 
-def decoded(layer: Any, x: Tensor, context: Tensor, rotary: Rotary, attention: Attention) -> Tensor:
-    """The layer's output of the slots; arguments as of `attended`."""
-    x = x + attended(layer, x, context, rotary, attention)
-    output: Tensor = x + layer.mlp(normed(layer.post_attention_layernorm, x))
-    return output
+def decoded(
+    layer: Any, x: Tensor, context: Tensor, rotary: Rotary, attention: Attention, depths: Tensor
+) -> Tensor:
+    """The layer's output of the slots x [B, Q, H], with the arguments of `attended`.
+
+    depths: the slots' numbers in their blocks [B, Q].
+    """
+    part = partial(attended, layer.self_attn, context=context, rotary=rotary, attention=attention)
+    x = x + mixed_around(layer.attention_conv, normed(layer.input_layernorm, x), depths, part)
+    h = normed(layer.post_attention_layernorm, x)
+    return x + mixed_around(layer.mlp_conv, h, depths, layer.mlp)
 
 
 def attended(
-    layer: Any, x: Tensor, context: Tensor, rotary: Rotary, attention: Attention
+    own: Any, slots: Tensor, context: Tensor, rotary: Rotary, attention: Attention
 ) -> Tensor:
-    """The attention's output of the slots x [B, Q, H]; they see context [B, T, H] and each other.
+    """The attention's output of the slots [B, Q, H]; they see context [B, T, H] and each other.
 
     rotary: of the positions of context and slots [B, 1, T + Q, D].
     """
-    slots, first = normed(layer.input_layernorm, x), context.shape[1]
-    read = torch.cat([context, slots], 1)
+    first, read = context.shape[1], torch.cat([context, slots], 1)
     of_slots = rotary[0][:, :, first:], rotary[1][:, :, first:]
-    q = rotated(heads(layer.self_attn, "q", slots), of_slots)
-    k = rotated(heads(layer.self_attn, "k", read), rotary)
-    h = attention(q, k, heads(layer.self_attn, "v", read))
-    output: Tensor = layer.self_attn.o_proj(h.flatten(2))
+    q, k = rotated(heads(own, "q", slots), of_slots), rotated(heads(own, "k", read), rotary)
+    window, both_ways = own.sliding_window, not own.is_causal
+    h = attention(q, k, heads(own, "v", read), window=window, both_ways=both_ways)
+    output: Tensor = own.o_proj(h.flatten(2))
     return output

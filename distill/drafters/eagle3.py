@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from align.sources import load_config, read_json
+from align.sources import read_json
 from distill.drafters.attention import NO_TEXT, Attention, Marks, Rotary, rotated
 from distill.drafters.batch import (
     HeadInput,
@@ -32,7 +32,7 @@ from distill.drafters.batch import (
     unrolled_input,
     unrolled_plan,
 )
-from distill.drafters.compact import target_id_maps, write_compact
+from distill.drafters.compact import target_id_maps, tuned_config, write_compact
 from distill.drafters.initialisation import (
     least_squares,
     scaled,
@@ -106,16 +106,9 @@ class Eagle3(DraftKind):
             if name != EMBEDDING
         }
         tensors["fc.weight"] = undivided(model)
-        dtype = "dtype" if "dtype" in model.about else "torch_dtype"
-        about = model.about | {dtype: str(embedding.dtype).removeprefix("torch.")}
-        if shape := about.get("transformer_layer_config"):
-            # vLLM reads these keys without the defaults of the layers' class
-            layers, keys = model.config.to_dict(), type(model.config)().to_dict()
-            about["transformer_layer_config"] = {key: layers[key] for key in keys} | shape
-        if proposals := about.get("speculators_config"):
-            names = load_config(target).architectures
-            verifier = {"name_or_path": target, "architectures": names}
-            about["speculators_config"] = proposals | {"verifier": verifier}
+        if model.own_embedding:  # speculators 0.9 reads random numbers where it is missing
+            tensors["embed_tokens.weight"] = embedding
+        about = tuned_config(model.about, model.config, embedding, target)
         (folder / "config.json").write_text(json.dumps(about, indent=2))
         rows = len(tensors["lm_head.weight"])
         if draft.token_ids is not None and rows < len(embedding):  # vLLM refuses a whole head's map
@@ -179,7 +172,7 @@ def from_target(target: PreTrainedModel, layers: Sequence[int], head: Tensor) ->
     shape = LlamaConfig(**shape_of(target.config.get_text_config()), num_hidden_layers=1)
     about = as_speculators(shape.to_dict(), len(head), layers)
     model = build_eagle3(layer_config(about), layers, len(head)).to_empty(device=embedding.device)
-    model.about, model.first_layer = about, FIRST
+    model.about, model.first_layer, model.own_embedding = about, FIRST, False
     body = model.model
     for weight in body.layers.parameters():
         weight.zero_()

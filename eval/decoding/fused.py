@@ -231,6 +231,15 @@ class FusedDecoder:
         self, layer: _Layer, h: Tensor, x: Tensor, keys: Tensor, values: Tensor, step: Step
     ) -> Tensor:
         """The hidden states x [B, T, H] after a layer. h: the input of the q/k/v product."""
+        h = self._norm(self._attended(layer, h, keys, values, step), layer.attention_norm)
+        x = torch.add(x, h, alpha=self.residual_scale)
+        h = self._norm(self._mlp(layer, self._norm(x, layer.mlp_norm)), layer.added_norm)
+        return torch.add(x, h, alpha=self.residual_scale)
+
+    def _attended(
+        self, layer: _Layer, h: Tensor, keys: Tensor, values: Tensor, step: Step
+    ) -> Tensor:
+        """The attention's output [B, T, H]. h: the input of the q/k/v product."""
         rows, width = h.shape[:2]
         h, turned = layer.qkv(h), self.heads + self.key_heads
         if layer.head_norms is not None:
@@ -238,19 +247,19 @@ class FusedDecoder:
         qkv = h.view(rows, width, -1, self.head_size).transpose(1, 2)
         qk, v = qkv[:, :turned], qkv[:, turned:]
         qk = qk * step.cos + torch.roll(qk, self.head_size // 2, -1) * step.sin
-        if qk.dtype != x.dtype:  # OLMo-2 rotates in fp32
-            qk = qk.to(x.dtype)
+        if qk.dtype != v.dtype:  # OLMo-2 rotates in fp32
+            qk = qk.to(v.dtype)
         q, k = qk[:, : self.heads], qk[:, self.heads :]
         if self.query_scale != 1:
             q = q * self.query_scale
         step.write(keys, k)
         step.write(values, v)
         h = step.attend(q, keys, values).reshape(rows, width, self.heads * self.head_size)
-        h = self._norm(layer.output(h), layer.attention_norm)
-        x = torch.add(x, h, alpha=self.residual_scale)
-        gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, dim=-1)
-        h = self._norm(layer.down(self.activation(gate) * up), layer.added_norm)
-        return torch.add(x, h, alpha=self.residual_scale)
+        return layer.output(h)
+
+    def _mlp(self, layer: _Layer, h: Tensor) -> Tensor:
+        gate, up = layer.gate_up(h).chunk(2, dim=-1)
+        return layer.down(self.activation(gate) * up)
 
     def _step(
         self,

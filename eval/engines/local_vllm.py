@@ -21,6 +21,7 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from align.check import compare
+from align.dflash_config import is_dflash
 from align.errors import UserError
 from align.sources import (
     cache_folder,
@@ -36,7 +37,6 @@ from align.transplant import resized
 from align.vocabulary import read_vocabulary
 from eval.decoding.build import longest_context
 from eval.decoding.drafters import LOOKUP, mtp
-from eval.decoding.drafters.dflash import ARCHITECTURE
 from eval.decoding.drafters.eagle3 import in_own_layout
 from eval.decoding.drafters.formats import longest_draft, published_format
 from eval.decoding.verification import SampleMethod
@@ -135,7 +135,7 @@ def speculation(
     names = about.get("architectures") or ()
     if in_own_layout(about):
         method = "eagle3"
-    if ARCHITECTURE in names:
+    if is_dflash(about):
         method = "dflash"
     if mtp.ARCHITECTURE in names:
         method, draft = "mtp", Path(draft) / mtp.SERVED

@@ -353,13 +353,14 @@ def test_a_dflash_draft_has_its_targets_tokenizer(dflash, tmp_path):
     ("changes", "message"),
     [
         ({"layer_types": ["full_attention", "sliding_attention"]}, "has sliding_attention,"),
+        ({"is_causal": True}, "has causal,"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "has linear,"),
         (
             {"dflash_config": {"target_layer_ids": [0], "mask_token_id": 9, "causal": True}},
             "has causal,",
         ),
         ({"dflash_config": {"target_layer_ids": [1], "mask_token_id": 9}}, "up to layer 2"),
-        ({"dflash_config": {"mask_token_id": 0}}, "no target_layer_ids"),
+        ({"dflash_config": {"mask_token_id": 0}, "num_target_layers": None}, "no target_layer_ids"),
         ({"dflash_config": {"target_layer_ids": [0]}}, "no mask_token_id"),
         ({"hidden_size": 96}, "states of 96 numbers"),
         ({"vocab_size": 512}, "drafts 512 tokens"),
@@ -384,7 +385,7 @@ def test_a_dflash_draft_with_a_trimmed_head_or_without_its_target(dflash, tmp_pa
     with pytest.raises(UserError, match=r"has lm_head\.weight,"):
         write_gguf(draft, tmp_path / "draft.gguf", "f16", target)
     other = save_published(tmp_path / "other", SHAPE | {"head_dim": 16}, [0], torch.arange(9))
-    with pytest.raises(UserError, match="speculators"):
+    with pytest.raises(UserError, match=r"has d2t, lm_head\.weight, t2d,"):
         write_gguf(other, tmp_path / "draft.gguf", "f16", target)
 
 

@@ -3,7 +3,13 @@
 The block's first slot is the newest token, the anchor; slot k drafts the k-th token after it. The
 layers see no token of the text before the anchor, but the target's hidden states there, fused by
 `fc` and `hidden_norm`: they are further keys and values in each layer. The slots of a block see
-each other in both directions. Embedding and LM head are the target's.
+each other in both directions; in a causal layer they do not see later slots. In a layer with a
+window, a slot sees the positions less than the window behind its own, as in z-lab's code and vLLM.
+speculators trains with the window of the anchor for all slots, so a text that is longer than the
+window gives other states at its end. Embedding and LM head are the target's.
+
+DFlash2 mixes each slot with the slots before it, before and after attention and MLP (`Mixture`),
+and adds to the logits of the likeliest tokens a score by the token drafted before (`Selector`).
 
 A folder holds the checkpoint in z-lab's layout or that of speculators, and compact.json if
 draftsmith made it. Legend: A anchors, W slots of a block, T tokens of context, L layers read, H
@@ -12,8 +18,10 @@ hidden size, D size of an attention head, K entries of the head, V the target's 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
+from align.dflash_config import DFLASH2, SLIDING, is_dflash, plain_config
 from align.errors import UserError
 from align.sources import read_json
 from eval.decoding.build import longest_context
@@ -52,22 +61,19 @@ from eval.decoding.target import Target, model_bytes
 from eval.decoding.verification import Sampling
 from eval.decoding.weights import Product
 
-ARCHITECTURE = "DFlashDraftModel"  # the architecture in z-lab's layout
 EMBEDDING, HEAD, PREFIX = "model.embed_tokens.weight", "lm_head.weight", "model."
-FULL = ["full_attention"]
+TYPES = ["full_attention", SLIDING]
 BLOCKS = 32  # blocks of a text that are read together
 
 
 class DFlash(DraftFormat):
     def head_size(self, config: Mapping[str, Any]) -> int | None:
-        known = config.get("speculators_model_type") == "dflash"
-        if not known and ARCHITECTURE not in (config.get("architectures") or ()):
+        if not is_dflash(config):
             return None
         return int(config.get("draft_vocab_size") or plain_config(config)["vocab_size"])
 
     def longest(self, config: Mapping[str, Any]) -> int | None:
-        known = self.head_size(config) is not None
-        size = plain_config(config).get("block_size") if known else None
+        size = plain_config(config).get("block_size") if is_dflash(config) else None
         return size - 1 if size else None
 
     def positions(self, config: Mapping[str, Any]) -> int:
@@ -77,19 +83,21 @@ class DFlash(DraftFormat):
         about = read_json(folder / "config.json")
         plain = plain_config(about)
         inner = plain["dflash_config"]
-        # without layer_types, the class gives layers from max_window_layers on a window
-        layer_types: Any = plain.get("layer_types") or Qwen3Config(**plain).layer_types
+        types = plain.get("layer_types") or ()
+        window = plain.get("use_sliding_window") and plain.get("sliding_window")
         parts = {
             "model_type": (plain.get("model_type"), "qwen3"),
             "attention_bias": (bool(plain.get("attention_bias")), False),
-            "is_causal": (bool(plain.get("is_causal")), False),
-            "layer_types": (sorted({*FULL, *layer_types}), FULL),
+            "layer_types": (sorted({*TYPES, *types}), TYPES),
+            "lack of sliding_window": (SLIDING in types and not window, False),
             "is_neox_style": (plain.get("is_neox_style", True), True),
-            "attention_value_scale": (inner.get("attention_value_scale") or 1, 1),
+            "final_logit_softcapping": (inner.get("final_logit_softcapping") or 0, 0),
             "lack of target_layer_ids": ("target_layer_ids" not in inner, False),
             "mask_embedding.pt": ((folder / "mask_embedding.pt").exists(), False),
         }
-        for key in ("causal", "use_swa", "sample_from_anchor", "attention_sink_bias"):
+        for key in ("attention_value_scale", "output_multiplier", "input_embedding_scale"):
+            parts[key] = (inner.get(key) or 1, 1)
+        for key in ("use_swa", "sample_from_anchor", "attention_sink_bias"):
             parts[key] = (bool(inner.get(key)), False)
         refuse_unknown_parts(folder, "DFlash", parts)
         refuse_other_target(folder, plain, target)
@@ -121,27 +129,6 @@ class DFlash(DraftFormat):
 FORMAT = DFlash()
 
 
-def plain_config(about: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json of either layout as one of z-lab's."""
-    if (shape := about.get("transformer_layer_config")) is None:
-        inner = about["dflash_config"]
-        if "target_layer_ids" not in inner and (depth := about.get("num_target_layers")):
-            # z-lab's class then spreads them evenly
-            count = about["num_hidden_layers"]
-            spread = [round(1 + i * (depth - 4) / max(count - 1, 1)) for i in range(count)]
-            inner = inner | {"target_layer_ids": spread if count > 1 else [depth // 2]}
-        return {"block_size": inner.get("block_size"), **about, "dflash_config": inner}
-    inner = {
-        "mask_token_id": about["mask_token_id"],
-        "target_layer_ids": [number - 1 for number in about["aux_hidden_state_layer_ids"]],
-        "sample_from_anchor": about.get("sample_from_anchor", False),
-    }
-    kept = {key: about[key] for key in ("block_size", "draft_vocab_size") if key in about}
-    # vLLM reads this layout without the defaults of a class, so a window needs layer_types
-    types = shape.get("layer_types") or FULL * shape["num_hidden_layers"]
-    return {**shape, **kept, "layer_types": types, "dflash_config": inner}
-
-
 def target_layers(
     target: Mapping[str, Any], published: Mapping[str, Any] | None = None
 ) -> tuple[int, ...]:
@@ -154,14 +141,80 @@ def target_layers(
     return tuple(i + 1 for i in plain_config(published)["dflash_config"]["target_layer_ids"])
 
 
+class Mixture(nn.Module):
+    """Mixes each slot with the slots before it in its block, before and after a part of a layer.
+
+    taps: slots that are mixed. group: neighbouring values that have one weight by the slot's state.
+    """
+
+    def __init__(self, size: int, taps: int, group: int) -> None:
+        super().__init__()
+        self.base_kernel = nn.Parameter(torch.empty(2, taps, size))
+        self.kernel_projection = nn.Linear(size, 2 * taps * (size // group), bias=False)
+
+    def forward(self, h: Tensor, depths: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+        """The mixed output of the part. h: [B, Q, H]. depths: numbers in the blocks [B, Q]."""
+        _, taps, size = self.base_kernel.shape
+        by_state = self.kernel_projection(h).unflatten(-1, (2, taps, -1))
+        by_state = by_state.repeat_interleave(size // by_state.shape[-1], -1)
+        seen = torch.stack([depths >= tap for tap in range(taps)], -1)[..., None]
+
+        def mixed(h: Tensor, weights: Tensor) -> Tensor:
+            before = torch.stack([F.pad(h, (0, 0, tap, -tap)) for tap in range(taps)], -2)
+            return (weights * before * seen).sum(-2)
+
+        of_input, of_output = (self.base_kernel + by_state).unbind(-3)
+        return mixed(part(mixed(h, of_input)), of_output)
+
+
+def mixed_around(
+    mixture: Mixture | None, h: Tensor, depths: Tensor, part: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The part's output [B, Q, H], mixed if there is a mixture."""
+    mixed: Tensor = part(h) if mixture is None else mixture(h, depths, part)
+    return mixed
+
+
+class Selector(nn.Module):
+    """Scores of the `count` likeliest tokens, by the slot's state and the token before."""
+
+    def __init__(self, rows: int, size: int, rank: int, count: int) -> None:
+        super().__init__()
+        self.count = count
+        self.predecessor_codebook = nn.Parameter(torch.empty(rows, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(rows, rank))
+        self.hidden_projection = nn.Linear(size, rank, bias=False)
+
+    def forward(self, logits: Tensor, y: Tensor, before: Tensor) -> Tensor:
+        """The logits [N, V], -inf for other tokens. y: the head's inputs [N, H]. before: [N]."""
+        best, tokens = logits.topk(self.count)
+        context = self.predecessor_codebook[before] * self.hidden_projection(y)
+        best = best + (context[:, None] * self.successor_codebook[tokens]).sum(-1)
+        return torch.full_like(logits, float("-inf")).scatter(-1, tokens, best)
+
+
 def build_dflash(config: Any, rows: int) -> Any:
-    """The draft without weights: a Qwen3 with `fc` and `hidden_norm`. rows: entries of its head."""
-    size, layers = config.hidden_size, config.dflash_config["target_layer_ids"]
+    """The draft without weights: a Qwen3 with `fc` and `hidden_norm`. rows: entries of its head.
+
+    `candidate_selector`, and each layer's `attention_conv` and `mlp_conv`, are None in DFlash.
+    """
+    size, inner = config.hidden_size, config.dflash_config
+    more = inner if inner.keys() >= DFLASH2 else None
     with torch.device("meta"):
         model: Any = Qwen3ForCausalLM(config)
-        model.model.fc = nn.Linear(len(layers) * size, size, bias=False)
-        model.model.hidden_norm = type(model.model.norm)(size, config.rms_norm_eps)
+        body = model.model
+        body.fc = nn.Linear(len(inner["target_layer_ids"]) * size, size, bias=False)
+        body.hidden_norm = type(body.norm)(size, config.rms_norm_eps)
         model.lm_head = nn.Linear(size, rows, bias=False)
+        body.candidate_selector = more and Selector(
+            rows, size, more["selector_rank"], more["selector_top_k"]
+        )
+        for layer, kind in zip(body.layers, config.layer_types, strict=True):
+            causal = kind == SLIDING if config.is_causal is None else config.is_causal
+            layer.self_attn.is_causal = causal
+            for name in ("attention_conv", "mlp_conv"):
+                taps = more and (more["conv_kernel_size"], more["conv_group_size"])
+                setattr(layer, name, taps and Mixture(size, *taps))
     model._no_split_modules = []  # parts of the layers are called alone
     # rotary tables are not in a checkpoint, so they are computed
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
@@ -174,9 +227,9 @@ def load_dflash(
     """A folder's model on the target's embedding and head [V, H], and the target id of each head
     entry [K]; None for a head over all ids.
 
-    `model.own_head` tells whether the folder has a head. target: the target's config, to check a
-    published draft. Raises UserError if the draft was made for another target or cannot be
-    computed here.
+    `model.own_head` tells whether the folder has a head, `model.about` is its config.json. target:
+    the target's config, to check a published draft. Raises UserError if the draft was made for
+    another target or cannot be computed here.
     """
     about, tensors = read_json(folder / "config.json"), weights_of(folder, str(embedding.device))
     refuse_other_embedding(folder, tensors.pop("embed_tokens.weight", None), embedding)
@@ -190,7 +243,7 @@ def load_dflash(
     head = (head if own_head is None else own_head).to(embedding)
     config: Any = Qwen3Config(**plain_config(about) | {"tie_word_embeddings": False})
     model = build_dflash(config, len(head))
-    model.own_head = own_head is not None
+    model.own_head, model.about = own_head is not None, about
     fill(model, {**weights, EMBEDDING: embedding, HEAD: head}, folder)
     return model.to(embedding.device).eval(), token_ids
 
@@ -212,6 +265,11 @@ class DFlashDecoder(FusedDecoder):
         self.fc = Product.of(body.fc)
         first = self.heads * self.head_size  # behind the queries
         self.key_values = [Product(layer.qkv.weight[first:], None) for layer in self.layers]
+        self.views = [
+            (layer.self_attn.sliding_window, layer.self_attn.is_causal) for layer in body.layers
+        ]
+        self.mixtures = [(layer.attention_conv, layer.mlp_conv) for layer in body.layers]
+        self.selector: Callable[..., Tensor] | None = body.candidate_selector
 
     @torch.inference_mode()
     def add_context(self, states: Tensor, start: int, cache: KVCache) -> None:
@@ -221,8 +279,7 @@ class DFlashDecoder(FusedDecoder):
         """
         context = self._norm(self.fc(states), self.hidden_norm)
         new, half = slice(start, start + context.shape[1]), self.head_size // 2
-        (angles,) = self.angles.values()
-        cos, sin = (table[new] for table in angles)
+        cos, sin = (table[new] for table in self.angles[self.kinds[0]])
         for product, layer, keys, values in zip(
             self.key_values, self.layers, cache.keys, cache.values, strict=True
         ):
@@ -245,19 +302,37 @@ class DFlashDecoder(FusedDecoder):
         tokens = torch.cat([anchors[:, None], masks], 1).view(1, -1)
         offsets = torch.arange(width, device=self.device)
         owners = positions.repeat_interleave(width)
-        before = torch.arange(cached, device=self.device) < owners[:, None]
-        visible = torch.cat([before, owners == owners[:, None]], 1).repeat(self.group, 1)
+        context = torch.arange(cached, device=self.device)
+        seen = torch.cat([context < owners[:, None], owners == owners[:, None]], 1)
         places = (positions[:, None] + offsets).flatten()
+        behind = places[:, None] - torch.cat([context, places])
+
+        @functools.cache
+        def step_of(window: int | None, causal: bool) -> Step:
+            visible = seen if window is None else seen & (behind < window)
+            visible = visible & (behind >= 0) if causal else visible
+            return self._block_step(places, visible.repeat(self.group, 1), cached)
+
         x = F.embedding(tokens, self.embedding).to(self.dtype)
-        step = self._block_step(places, visible, cached)
-        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
-            x = self._through_layer(layer, self._norm(x, layer.input_norm), x, keys, values, step)
+        depths = offsets.repeat(len(anchors))[None]
+        for number, (layer, view) in enumerate(zip(self.layers, self.views, strict=True)):
+            keys, values = cache.keys[number], cache.values[number]
+            around_attention, around_mlp = self.mixtures[number]
+            attended = partial(self._attended, layer, keys=keys, values=values, step=step_of(*view))
+            h = self._norm(x, layer.input_norm)
+            x = x + mixed_around(around_attention, h, depths, attended)
+            h = self._norm(x, layer.mlp_norm)
+            x = x + mixed_around(around_mlp, h, depths, partial(self._mlp, layer))
         return self._norm(x, self.final_norm).view(len(anchors), width, -1)
 
+    @torch.inference_mode()
+    def selected(self, logits: Tensor, y: Tensor, before: Tensor) -> Tensor:
+        """The logits [N, K] of slots with the head's inputs y [N, H] behind the tokens `before`."""
+        return logits if self.selector is None else self.selector(logits, y, before)
+
     def _block_step(self, places: Tensor, visible: Tensor, cached: int) -> Step:
-        """What the layers share. visible: the attention's mask [heads / key heads * A * W, S]."""
-        (angles,) = self.angles.values()  # all layers are of one kind
-        cos, sin = (table[places] for table in angles)
+        """What layers share. visible: the attention's mask [heads / key heads * A * W, S]."""
+        cos, sin = (table[places] for table in self.angles[self.kinds[0]])
         end = visible.shape[1]
 
         def write(held: Tensor, values: Tensor) -> None:
@@ -294,7 +369,8 @@ class DFlashDrafter(HeadDrafter):
             decoder.read(tokens[part], part, width, len(tokens), cache)[:, 1]
             for part in anchors.split(BLOCKS)
         ]
-        return decoder.head(torch.cat(first_masks)[None])[0], 0
+        y = torch.cat(first_masks)
+        return decoder.selected(decoder.head(y), y, tokens[anchors]), 0
 
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
         return self.draft_at_once(context_length, sampling, 1)
@@ -308,7 +384,7 @@ class DFlashDrafter(HeadDrafter):
 
         def logits() -> Tensor:
             y = decoder.read(anchor, anchor * context_length, count + 1, context_length, cache)
-            return decoder.head(y[:, 1:])
+            return decoder.selected(decoder.head(y[0, 1:]), y[0, 1:], anchor.expand(count))
 
         return timed_choice(logits, sampling)
 
@@ -341,9 +417,12 @@ class DFlashSession(Session):
         position = self.newest.new_tensor([self.known])
         y = decoder.read(self.newest, position, self.most + 1, self.known, self.cache)
         scores = decoder.head(y[:, 1 : count + 1])
-        return self.drafter.in_turn(
-            lambda depth, _: scores[:, depth], count, self.sampling, self.generator
-        )
+
+        def logits(depth: int, before: Tensor | None) -> Tensor:
+            before = self.newest if before is None else before
+            return decoder.selected(scores[:, depth], y[:, depth + 1], before)
+
+        return self.drafter.in_turn(logits, count, self.sampling, self.generator)
 
     def commit(self, emitted: list[int], accepted: int, states: HiddenStates) -> None:
         # the target has read all emitted tokens except the last one, which is now the newest

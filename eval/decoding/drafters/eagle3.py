@@ -219,9 +219,10 @@ def load_eagle3(
 ) -> tuple[Any, Tensor]:
     """A folder's model on the target's embedding [V, H], and the target id of each head entry [K].
 
-    `model.about` is its config.json, `model.first_layer` the first layer's name in its checkpoint.
-    target: the target's config, to check a published draft. Raises UserError if the draft was made
-    for another target or cannot be computed here.
+    `model.about` is its config.json, `model.first_layer` the first layer's name in its checkpoint,
+    `model.own_embedding` whether that has an embedding. target: the target's config, to check a
+    published draft. Raises UserError if the draft was made for another target or cannot be computed
+    here.
     """
     about, tensors = read_json(folder / "config.json"), weights_of(folder, str(embedding.device))
     published = tensors.pop("embed_tokens.weight", None)
@@ -236,7 +237,7 @@ def load_eagle3(
     if token_ids is None:
         token_ids = torch.arange(len(tensors["lm_head.weight"]), device=embedding.device)
     model = build_eagle3(layer_config(about), layers, len(token_ids))
-    model.about = about
+    model.about, model.own_embedding = about, published is not None
     model.first_layer = MIDLAYER if any(name.startswith(MIDLAYER) for name in tensors) else FIRST
     named = {
         name if name.startswith("lm_head") else PREFIX + name.replace(MIDLAYER, FIRST): tensor

@@ -22,6 +22,13 @@ from eval.decoding import drafters
 from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.target import Target
 
+# What drafts of others would need here, by a part of the name of their architecture.
+LACKING = {
+    "peagle": "one pass over masks with a learned state (P-EAGLE)",
+    "dspark": "a bias by the token drafted before, and a token drafted by the anchor (DSpark)",
+    "xpress": "passes that refine the drafted tokens (XPress)",
+}
+
 
 class DraftFormat:
     """How drafts of one kind are stored in a folder."""
@@ -84,8 +91,10 @@ def published_format(folder: Path) -> DraftFormat | None:
             return form
     names = config.get("architectures") or ()
     if names and not any(hasattr(transformers, name) for name in names):
+        known = [lack for part, lack in LACKING.items() if part in "".join(names).lower()]
+        reason = f", which needs {known[0]} and" if known else ", which"
         raise UserError(
-            f"{folder} has architecture {', '.join(names)}, which cannot be computed here. If an "
+            f"{folder} has architecture {', '.join(names)}{reason} cannot be computed here. If an "
             "engine knows it, start that server and measure it (eval.run --base_url)."
         )
     return None

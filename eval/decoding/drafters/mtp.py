@@ -6,7 +6,8 @@ checkpoint of the target stores the layer as `model.layers.N`, with N the number
 (DeepSeek-V3, GLM-4.5), or as `mtp` (Qwen3-Next, Qwen3.5). transformers leaves these tensors out
 when it loads the target.
 
-A folder holds these tensors alone, compact.json, and `served/`: the target's own files as links,
+A folder holds these tensors alone, in the target's names or in the layout of speculators. If
+draftsmith made it, it also has compact.json and `served/`: the target's own files as links,
 with an index that takes the layer from this folder. Legend: T inputs, H hidden size, V the target's
 vocabulary.
 """
@@ -26,8 +27,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from align.errors import UserError
-from align.sources import load_config, opened_weights, weight_files
-from eval.decoding.drafters.compact import check_compact, fill, refuse_other_embedding
+from align.sources import load_config, opened_weights, read_json, weight_files
+from eval.decoding.drafters.compact import (
+    check_compact,
+    fill,
+    refuse_other_embedding,
+    refuse_other_target,
+    refuse_unknown_parts,
+)
 from eval.decoding.drafters.drafter import on_target_ids
 from eval.decoding.drafters.eagle3 import Eagle3Drafter
 from eval.decoding.drafters.formats import DraftFormat
@@ -52,16 +59,33 @@ PARTS = {  # tensors of `mtp` and their names here
     "mtp.pre_fc_norm_hidden.weight": "hnorm.weight",
     "mtp.norm.weight": "shared_head.norm.weight",
 }
+SPECULATORS = {  # tensors of `mtp_layers.0` in the layout of speculators, and their names here
+    "input_proj.weight": "eh_proj.weight",
+    "token_layernorm.weight": "enorm.weight",
+    "hidden_layernorm.weight": "hnorm.weight",
+    "final_layernorm.weight": "shared_head.norm.weight",
+}
 
 
 class Mtp(DraftFormat):
     def head_size(self, config: Mapping[str, Any]) -> int | None:
         ours = ARCHITECTURE in (config.get("architectures") or ())
+        if config.get("speculators_model_type") == "mtp":
+            return int(config["transformer_layer_config"]["vocab_size"])
         return int(config["vocab_size"]) if ours else None
+
+    def check_config(self, folder: Path, target: PreTrainedConfig) -> None:
+        about = read_json(folder / "config.json")
+        shape = about.get("transformer_layer_config", about)
+        family = {"model_type": (shape.get("model_type"), target.model_type)}
+        refuse_unknown_parts(folder, "MTP", family)
+        refuse_other_target(folder, shape, target)
 
     def load(self, folder: Path, target: Target) -> MtpDrafter:
         head = target.model.get_output_embeddings().weight.detach()
-        return self.drafter(load_mtp(folder, target.decoder.embedding, head), None, target)
+        tuned = (folder / "compact.json").is_file()
+        base = None if tuned else target.model.config.get_text_config()
+        return self.drafter(load_mtp(folder, target.decoder.embedding, head, base), None, target)
 
     def drafter(self, model: Any, token_ids: Tensor | None, target: Target) -> MtpDrafter:
         """The drafter of the model for that target, whose LM head it shares."""
@@ -109,6 +133,8 @@ def place_of(name: str, config: PreTrainedConfig) -> tuple[int, str] | None:
 
     None for a tensor that is not of the layer. config: of the target.
     """
+    if match := re.fullmatch(r"mtp_layers\.(\d+)\.(.*)", name):
+        return int(match[1]), SPECULATORS.get(match[2], match[2])
     hybrid = config.model_type in HYBRID
     match = re.fullmatch(rf"{'mtp' if hybrid else 'model'}\.layers\.(\d+)\.(.*)", name)
     if match and (hybrid or int(match[1]) >= config.num_hidden_layers):

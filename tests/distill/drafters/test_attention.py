@@ -60,8 +60,8 @@ def test_it_sees_what_the_definition_says_however_it_is_computed(beside, window,
     pull = torch.randn_like(expected)
     gradients = torch.autograd.grad(expected, inputs, pull)
     for by_text in (True, False):
-        attention = Attention(queries, keys, both_ways, by_text)
-        out = attention(*inputs, window=window)[:, real]
+        attention = Attention(queries, keys, by_text)
+        out = attention(*inputs, window=window, both_ways=both_ways)[:, real]
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
         for x, y in zip(torch.autograd.grad(out, inputs, pull), gradients, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)

@@ -1,19 +1,22 @@
 """DFlash in training: a block is the one that is drafted, and it sees no more than that."""
 
+import copy
 import json
 
 import pytest
 import torch
+from torch import nn
 
 from align.sources import read_json
 from distill.drafters.dflash import ANCHORS, KIND, read_blocks
 from distill.drafters.kind import Draft, Origin
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters.dflash import FORMAT, load_dflash
+from eval.decoding.drafters.dflash import FORMAT, Mixture, load_dflash
 from eval.decoding.drafters.drafter import Text
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.engines.local_vllm import has_several_k_norms
+from tests.dflash import by_definition
 from tests.distill.drafters.batches import batch_of, planned
 
 VOCAB, MASK, MOST, LAYERS = 61, 60, 4, (1, 2)
@@ -27,9 +30,17 @@ def target(tiny_llama):
     return Target("tiny", model, None, build_decoder(model, 90), frozenset())
 
 
-@pytest.fixture(scope="module")
-def draft(target):
+@pytest.fixture(scope="module", params=["both ways", "causal in a window", "DFlash2"])
+def draft(target, request):
     made = KIND.initialise(Origin(target, None, [], 2, MOST, LAYERS, MASK)).model
+    if request.param == "DFlash2":
+        for layer in made.model.layers:
+            layer.attention_conv, layer.mlp_conv = Mixture(32, 2, 8), Mixture(32, 3, 16)
+            for part in (layer.attention_conv, layer.mlp_conv):
+                nn.init.normal_(part.base_kernel, std=0.1)
+    if request.param == "causal in a window":
+        first = made.model.layers[0].self_attn
+        first.is_causal, first.sliding_window = True, MOST + 1
     with torch.no_grad():
         for name, weight in made.named_parameters():
             if "norm" in name:
@@ -83,6 +94,25 @@ def test_a_block_is_the_one_that_is_drafted_from_the_cache(target, draft, batch)
         torch.testing.assert_close(session.propose(count).q, expected, atol=1e-5, rtol=1e-4)
         lengths.add(count)
     assert len(lengths) > 2
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 30])
+@pytest.mark.parametrize("causal", [False, True])
+@torch.no_grad()
+def test_a_slot_sees_what_its_layer_lets_it_see(target, draft, window, causal):
+    model, (ids, _) = copy.deepcopy(draft), TEXTS
+    views = [(window, causal), (None, not causal)]
+    for layer, view in zip(model.model.layers, views, strict=True):
+        layer.self_attn.sliding_window, layer.self_attn.is_causal = view
+    drafter, states = FORMAT.drafter(model, None, target), states_of(target, ids)
+    read, cache = drafter.side_by_side(states, torch.float32), drafter.decoder.new_cache(1, 40)
+    drafter.decoder.add_context(read, 0, cache)
+    anchors = torch.tensor([3, 7])
+    inputs = drafter.decoder.read(torch.tensor(ids)[anchors], anchors, MOST, len(ids), cache)
+    for anchor, block in zip(anchors.tolist(), inputs, strict=True):
+        tokens = torch.tensor([ids[anchor], *[MASK] * (MOST - 1)])
+        expected = by_definition(model, read[0, :anchor], tokens, views)
+        torch.testing.assert_close(block, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_each_mask_learns_the_token_at_its_place(draft, batch):
@@ -160,7 +190,8 @@ def test_several_k_norms_are_seen_because_vllm_on_a_cpu_has_one(target, draft, t
         assert has_several_k_norms(tmp_path / name) == (name == "several")
 
 
-def test_the_layout_of_speculators_is_read_like_z_labs(target, draft, tmp_path):
+def test_the_layout_of_speculators_is_read_like_z_labs(target, tmp_path):
+    draft = KIND.initialise(Origin(target, None, [], 2, MOST, LAYERS, MASK)).model
     embedding, head = target.decoder.embedding, target.model.lm_head.weight
     (tmp_path / "draft").mkdir()
     KIND.save(tmp_path / "draft", Draft(draft), embedding, "a target")

@@ -20,9 +20,10 @@ from tests.eagle3 import PublishedEagle3
 # by layout
 KIND_OF = {"speculators": "eagle3", "eagle": "eagle3", "medusa": "medusa", "z-lab": "dflash"}
 EAGLE3 = ("speculators, by default since 2026", "speculators, Qwen3 layers")
-DFLASH = ("z-lab, by others", "speculators, DFlash")
+DFLASH = ("z-lab, by others", "speculators, DFlash", "speculators, DFlash with a window")
 RANDOM = EAGLE3 + DFLASH
-WINDOW = {"use_sliding_window": True, "sliding_window": 8}
+WINDOW = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}
+WINDOW |= {"use_sliding_window": True}
 KIND_OF |= dict.fromkeys(EAGLE3, "eagle3") | dict.fromkeys(DFLASH, "dflash")
 # the target that has a vocabulary entry for the mask
 TARGET_OF = {layout: "roomy" for layout, kind in KIND_OF.items() if kind == "dflash"}
@@ -32,8 +33,13 @@ def publish(draft, folder, layout):
     """A draft as it lies on the Hub: nothing of ours beside it. RANDOM: with random weights."""
     if layout in DFLASH:
         about = read_json(draft / "config.json")
-        ids = torch.arange(2, about["vocab_size"] - 4) if layout == DFLASH[1] else None
+        ids = None if layout == DFLASH[0] else torch.arange(2, about["vocab_size"] - 4)
         save_published(folder, about, about["dflash_config"]["target_layer_ids"], ids)
+        if layout == DFLASH[2]:
+            path = folder / "config.json"
+            about = read_json(path) | {"sliding_window_non_causal": False}
+            about["transformer_layer_config"] |= WINDOW
+            path.write_text(json.dumps(about))
         return
     if layout in EAGLE3:
         random_eagle3(draft, layout).save(folder)
@@ -97,11 +103,8 @@ def test_it_starts_as_it_was_is_tuned_and_leaves_in_its_layout(
     folders = root / layout, recipe.folder / "draft"
     was, now = (read_json(folder / "config.json") for folder in folders)
     changed = {"torch_dtype", "dtype", "speculators_config", "transformers_version"}
-    if KIND_OF[layout] == "dflash":  # it leaves in z-lab's layout
-        was = dflash.plain_config(was)
-        changed |= {"rope_scaling", "rope_theta", "tie_word_embeddings", "auto_map"}
+    if was.pop("auto_map", None):
         assert "auto_map" not in now  # dflash.py is not in the folder
-        assert now["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000}
     if shape := was.get("transformer_layer_config"):  # which has gained its class's defaults
         layers = now.pop("transformer_layer_config")
         assert {key: layers[key] for key in was.pop("transformer_layer_config")} == shape
@@ -146,9 +149,9 @@ def test_the_kind_and_the_head_are_read_from_the_draft(job, published, tmp_path)
         ("eagle", {"norm_before_fc": True}, "weights of .* do not fit"),
         ("eagle", {"eagle_config": {eagle3.LAYERS: [2]}}, "layers .2."),  # vLLM's is not normed
         ("z-lab", {"attention_bias": True}, "attention_bias True"),
-        ("z-lab", {"is_causal": True}, "is_causal True"),  # which vLLM obeys
-        ("z-lab", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ("z-lab", WINDOW | {"layer_types": None, "max_window_layers": 1}, "sliding_attention"),
+        ("z-lab", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ("z-lab", {"layer_types": ["sliding_attention"] * 2}, "lack of sliding_window"),
+        ("z-lab", {"dflash_config": {"use_swa": True}, "num_target_layers": 3}, "use_swa True"),
         ("z-lab", {"is_neox_style": False}, "is_neox_style False"),
         ("z-lab", {"dflash_config": {"attention_value_scale": 0.7}}, "attention_value_scale 0.7"),
         (
@@ -196,8 +199,9 @@ def test_an_embedding_of_its_own_is_refused_and_the_targets_is_dropped(published
     own = target.get_input_embeddings().weight.detach().clone()
     tensors = load_file(path)
     save_file(tensors | {"embed_tokens.weight": own}, path)
-    _, ids = eagle3.load_eagle3(tmp_path / "draft", own, target.config)
+    model, ids = eagle3.load_eagle3(tmp_path / "draft", own, target.config)
     assert len(ids) == 270
+    assert model.own_embedding
     save_file(tensors | {"embed_tokens.weight": own + 1}, path)
     with pytest.raises(ValueError, match="another input embedding"):
         eagle3.load_eagle3(tmp_path / "draft", own, target.config)

@@ -150,13 +150,13 @@ def random_weights(model):
     return model
 
 
-def dflash(world):
+def dflash(world, is_causal=False, more=None, **layers):
     shape = {"intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen3Config(
-        vocab_size=world.vocab, hidden_size=32, num_hidden_layers=2, head_dim=8, **shape
-    )
-    config.block_size = 4
+    shape |= {"hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8} | layers
+    config = Qwen3Config(vocab_size=world.vocab, **shape)
+    config.block_size, config.is_causal = 4, is_causal
     config.dflash_config = {"mask_token_id": world.vocab - 1, "target_layer_ids": [0, 1]}
+    config.dflash_config |= more or {}
     torch.manual_seed(2)
     model = random_weights(build_dflash(config, world.vocab))
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
@@ -164,6 +164,17 @@ def dflash(world):
     model.set_input_embeddings(world.target.model.get_input_embeddings())
     model.set_output_embeddings(world.target.model.get_output_embeddings())
     return DFLASH.drafter(model, None, world.target)
+
+
+def dflash_windows(world):
+    """As z-lab and speculators publish it: causal in the layer with a window."""
+    types = ["sliding_attention", "full_attention"]
+    return dflash(world, None, layer_types=types, sliding_window=3, use_sliding_window=True)
+
+
+def dflash2(world):
+    mixture = {"conv_kernel_size": 2, "conv_group_size": 8}
+    return dflash(world, more=mixture | {"selector_rank": 4, "selector_top_k": 3})
 
 
 def medusa(world):
@@ -212,6 +223,8 @@ DRAFTERS = {
     "EAGLE-3, Qwen3 layers": (eagle3_qwen3, "any"),
     "Medusa": (medusa, "any"),
     "DFlash": (dflash, "any"),
+    "DFlash, windows": (dflash_windows, "any"),
+    "DFlash2": (dflash2, "any"),
     "MTP, DeepSeek": (lambda world: mtp(world, "deepseek_v3"), "any"),
     "MTP, GLM": (lambda world: mtp(world, "glm4_moe"), "any"),
     "MTP, Qwen": (lambda world: mtp(world, "qwen3_next"), "any"),

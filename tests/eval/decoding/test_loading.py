@@ -31,8 +31,9 @@ def draft(target, tmp_path):
     def save(kind, **changes):
         config, folder = target.model.config, tmp_path / "draft"
         shape = config.to_dict() | {"head_dim": config.hidden_size // config.num_attention_heads}
-        if kind == "dflash":
-            save_published(folder, shape, [0])
+        if "DFlash" in kind:
+            ids = torch.arange(9) if kind == "DFlash, speculators" else None
+            save_published(folder, shape, [0], ids)
         else:
             keys = ("vocab_size", "hidden_size", "intermediate_size", "head_dim")
             keys = (*keys, "num_attention_heads", "num_key_value_heads")
@@ -47,7 +48,7 @@ def draft(target, tmp_path):
     return save
 
 
-@pytest.mark.parametrize("kind", ["dflash", "EAGLE", "speculators"])
+@pytest.mark.parametrize("kind", ["DFlash", "EAGLE", "speculators"])
 def test_a_published_draft_of_shorter_texts_than_the_prompts_is_refused(draft, target, kind):
     folder = draft(kind, max_position_embeddings=63)
     with pytest.raises(UserError, match=r"up to position 63, .* take 64"):
@@ -67,14 +68,67 @@ def test_a_trained_draft_of_shorter_texts_than_the_prompts_is_refused(draft, tar
         load_drafter(str(tmp_path / "trained"), target)
 
 
-def test_an_architecture_that_nobody_knows_is_refused_by_its_name(draft, target):
-    folder = draft("dflash", architectures=["DFlash2DraftModel"])
-    with pytest.raises(UserError, match="DFlash2DraftModel"):
+@pytest.mark.parametrize(
+    ("name", "lack"),
+    [
+        ("LiLiCorrDraftModel", "which cannot"),
+        ("Qwen3DSparkModel", "DSpark"),
+        ("PEagleSpeculator", "P-EAGLE"),
+        ("XPressSpeculator", "XPress"),
+    ],
+)
+def test_an_architecture_that_is_not_computed_is_refused_by_its_name(draft, target, name, lack):
+    folder = draft("DFlash", architectures=[name])
+    with pytest.raises(UserError, match=rf"{name}.*{lack}"):
         load_drafter(str(folder), target)
     path = folder / "config.json"
     about = json.loads(path.read_text())
     path.write_text(json.dumps(about | {"architectures": ["Qwen3ForCausalLM"]}))
     assert published_format(folder) is None
+
+
+WINDOW = {"use_sliding_window": True, "sliding_window": 8}
+MIXED = WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}
+BOTH_WAYS = [(8, False), (None, False)]
+INNER = {"mask_token_id": 63, "target_layer_ids": [0]}
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "views"),
+    [
+        ("z-lab", {}, [(None, False)] * 2),
+        ("z-lab", MIXED, [(8, True), (None, False)]),
+        ("z-lab", MIXED | {"is_causal": False}, BOTH_WAYS),
+        ("z-lab", MIXED | {"dflash_config": INNER | {"causal": False}}, BOTH_WAYS),
+        (
+            "z-lab",
+            {"is_causal": True, "dflash_config": INNER | {"causal": False}},
+            [(None, True)] * 2,
+        ),
+        (
+            "z-lab",
+            WINDOW | {"layer_types": None, "max_window_layers": 1},
+            [(None, False), (8, True)],
+        ),
+        ("speculators", MIXED, BOTH_WAYS),
+        ("speculators", MIXED | {"sliding_window_non_causal": False}, [(8, True), (None, False)]),
+        ("speculators", {"sliding_window_non_causal": False}, [(None, False)] * 2),
+        (
+            "speculators",
+            WINDOW | {"layer_types": None, "max_window_layers": 0},
+            [(None, False)] * 2,
+        ),
+    ],
+)
+def test_a_dflash_layer_has_the_window_and_the_direction_of_its_config(
+    draft, target, layout, changes, views
+):
+    both_ways = changes.get("sliding_window_non_causal")
+    folder = draft(f"DFlash, {layout}", **changes)
+    if both_ways is not None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    assert load_drafter(str(folder), target).decoder.views == views
 
 
 @pytest.mark.parametrize(
