@@ -23,10 +23,10 @@ from dataclasses import asdict, dataclass
 from pydoc_data.topics import topics
 from typing import Any, Literal, get_args
 
+from align.checkpoint import Checkpoint, coded
 from align.checks import Comparison, Finding, Relation, find, find_by_weights
-from align.errors import UserError, abridged
-from align.sources import SourceError, resolve_file
-from align.vocabulary import Vocabulary, read_vocabulary
+from align.errors import SourceError, UserError, abridged
+from align.fetch import resolve_file
 
 Works = Literal["yes", "greedy only", "no"]
 Strategy = Literal["direct", "padded", "remap", "intersection", "transplant"]
@@ -77,20 +77,25 @@ class Verdict:
 def check_pair(
     target: str, draft: str, weights: bool = False, corpus: str | None = None
 ) -> Verdict:
-    """Compare the vocabularies of two models by their specs (`align.sources`).
+    """Compare the vocabularies of two models by their specs (align/checkpoint.py).
 
     weights: also load the models and run them on a text (TOK-016). corpus: a text or prompt file
     whose tokens weight the coverage. Raises UserError for input that is missing or ill-formed.
     """
-    target_side = read_vocabulary(target, weights)
-    draft_side = target_side if draft == target else read_vocabulary(draft, weights)
-    return compare(target_side, draft_side, weights, corpus)
+    sides = {}
+    for spec in (target, draft):
+        with coded(spec):
+            sides[spec] = Checkpoint.open(spec)
+            if weights:
+                sides[spec].fetch()
+                sides[spec].refuse_quantised()
+    return compare(sides[target], sides[draft], weights, corpus)
 
 
 def compare(
-    target: Vocabulary, draft: Vocabulary, weights: bool = False, corpus: str | None = None
+    target: Checkpoint, draft: Checkpoint, weights: bool = False, corpus: str | None = None
 ) -> Verdict:
-    """`check_pair` for vocabularies that are already read."""
+    """`check_pair` for models that are already opened."""
     # Coverage is weighted, because most tokens of a large vocabulary are rare. Every Python
     # installation contains this English prose.
     texts = [topics[name] for name in sorted(topics)][:SAMPLE_TOPICS]
@@ -98,7 +103,7 @@ def compare(
         texts = _texts(corpus)
     if not any(texts):
         raise SourceError(f"{corpus!r} holds no text; name a file with text of the domain.")
-    pair = Comparison(target, draft)
+    pair = Comparison(target.vocabulary, draft.vocabulary)
     strategy = _strategy(pair)
     findings = [*find(pair, strategy)]
     if weights and strategy is not None and not _fatal(findings):
@@ -111,8 +116,8 @@ def compare(
         draft=draft.spec,
         relation=pair.relation,
         strategy=strategy,
-        tuned_strategy=tuned if draft.head_is_plain else None,
-        shared_ids=min(target.count, draft.count),
+        tuned_strategy=tuned if pair.draft.head_is_plain else None,
+        shared_ids=min(side.count for side in pair.both),
         coverage=pair.coverage(texts),
         engines=tuple(_engines(pair)),
         findings=tuple(findings),

@@ -1,8 +1,8 @@
 """The comparison of two vocabularies, and what is wrong with a pair.
 
 A finding has a fix. All differences without effect on the output are one finding, TOK-017. Three
-codes are raised elsewhere: 000 (align/vocabulary.py) and 013 (align/sources.py) when files are
-read, 015 (eval/decoding/drafters/compact.py) at loading.
+codes are raised elsewhere: 000 and 013 (align/checkpoint.py) when files are read, 015
+(eval/decoding/drafters/compact.py) at loading.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from align.sources import load_config, load_model
+from align.checkpoint import Checkpoint
 from align.token_bytes import Token, is_used
 from align.vocab_map import Retokenizer, build_map
 from align.vocabulary import SPECIAL_NAMES, Vocabulary
@@ -266,18 +266,19 @@ def differences(pair: Comparison) -> Iterator[str]:
         yield from (name for name in names if parts[0].get(name) != parts[1].get(name))
 
 
-def find_by_weights(target: Vocabulary, draft: Vocabulary, strategy: str) -> Iterator[Finding]:
+def find_by_weights(target: Checkpoint, draft: Checkpoint, strategy: str) -> Iterator[Finding]:
     """TOK-016: faults of the models' probabilities on a probe text; TOK-018: a head of its own
     beside a flag of tied weights. Loads one model at a time.
     """
     retokenizer = None
     if strategy not in ("direct", "padded"):
-        retokenizer = Retokenizer(build_map(target, draft), target, draft)
+        both = target.vocabulary, draft.vocabulary
+        retokenizer = Retokenizer(build_map(*both), *both)
     text = target.tokenizer.encode(_PROBE)
     for side in (target, draft):
         ids = retokenizer.from_start(text) if retokenizer and side is draft else text
-        model = load_model(side.spec, torch.float32)
-        configs = [config.get_text_config() for config in (load_config(side.spec), model.config)]
+        model = side.load(torch.float32)
+        configs = side.text_config, model.config.get_text_config()
         if [config.to_dict().get("tie_word_embeddings") for config in configs] == [True, False]:
             yield Finding(
                 "TOK-018",
@@ -296,7 +297,7 @@ def find_by_weights(target: Vocabulary, draft: Vocabulary, strategy: str) -> Ite
                 f"The logits of {side.spec} on a probe text are not finite.",
                 "its weights are damaged: fetch or copy them again",
             )
-        unused = [i for i in range(len(p)) if not is_used(side.token(i))]
+        unused = [i for i in range(len(p)) if not is_used(side.vocabulary.token(i))]
         if (mass := p[unused].sum()) > LEAK:
             yield Finding(
                 "TOK-016",

@@ -54,3 +54,18 @@ class UserError(ValueError):
 
     def __str__(self) -> str:
         return abridged(masked(super().__str__()))
+
+
+class SourceError(UserError):
+    """A spec that cannot be resolved: value, reason, remedy."""
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names of a list, and the number of others."""
+    shown = ", ".join(names[:5]) or "nothing"
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
+
+
+def one_line(error: BaseException) -> str:
+    """The beginning of an error's text, without line breaks and secrets."""
+    return masked(" ".join(str(error).split()))[:300] or type(error).__name__

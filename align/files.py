@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
-from align.errors import UserError
+from align.errors import SourceError, UserError, one_line
 
 # Texts by which safetensors and torch say that the disk is full; their exceptions have no errno.
 _DISK_FULL = ("No space left on device", "unexpected pos")
@@ -48,6 +48,20 @@ def write_json(path: Path, content: Any) -> None:
     """Write `content` as JSON to a new file `path`. Raises UserError if the disk is full."""
     with atomic_file(path) as file:
         json.dump(content, file, indent=2)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a checkpoint. Raises SourceError if the file is not one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SourceError(
+            f"{path} cannot be read ({one_line(error)}); restore it. If a run has made it, "
+            "delete it, or its folder draft/ or prepared/."
+        ) from error
+    if not isinstance(content, dict):
+        raise SourceError(f"{path} holds no JSON object; restore the file.")
+    return content
 
 
 @contextmanager

@@ -43,22 +43,11 @@ from gguf.quants import quant_shape_to_byte_shape, quantize
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
+from align.checkpoint import Checkpoint
 from align.dflash_config import is_dflash, plain_config
-from align.errors import UserError
+from align.errors import SourceError, UserError
 from align.files import atomic_file
-from align.sources import (
-    SourceError,
-    gguf_reader,
-    gguf_value,
-    llama3_factors,
-    load_config,
-    load_model,
-    load_tokenizer,
-    opened_weights,
-    read_json,
-    resolve_checkpoint,
-    weight_files,
-)
+from align.from_gguf import llama3_factors, reader_of, value_of
 
 KINDS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 # llama.cpp treats Mistral as Llama.
@@ -114,7 +103,7 @@ class _Content(NamedTuple):
     add_rest: Callable[[GGUFWriter], None]
 
 
-def write_gguf(checkpoint: str | Path, path: Path, kind: str, target: Path | None = None) -> str:
+def write_gguf(checkpoint: Checkpoint, path: Path, kind: str, target: Path | None = None) -> str:
     """Write a checkpoint as a GGUF file that llama.cpp loads, whole or not at all.
 
     kind: one of KINDS. Norms and biases stay in fp32. Below eight bits embedding and head are q8_0,
@@ -125,8 +114,7 @@ def write_gguf(checkpoint: str | Path, path: Path, kind: str, target: Path | Non
     tokenizer that llama.cpp does not know, and for an incomplete model; UserError for an EAGLE-3 or
     DFlash draft that does not fit the target.
     """
-    spec = str(checkpoint)
-    about = read_json(resolve_checkpoint(spec) / "config.json")
+    spec, about = checkpoint.spec, checkpoint.config_json
     draft, names = about.get("speculators_model_type"), about.get("architectures") or ()
     if is_dflash(about) or draft == EAGLE3 or "Eagle3" in str(names) or "draft_vocab_size" in about:
         if target is None:
@@ -134,9 +122,9 @@ def write_gguf(checkpoint: str | Path, path: Path, kind: str, target: Path | Non
                 f"{spec!r} reads hidden states, and has its target's tokenizer in llama.cpp; name "
                 "the target's GGUF file (--target FILE)."
             )
-        content = (_dflash if is_dflash(about) else _eagle3)(spec, target)
+        content = (_dflash if is_dflash(about) else _eagle3)(checkpoint, target)
     else:
-        content = _language_model(spec)
+        content = _language_model(checkpoint)
     wanted = GGMLQuantizationType[kind.upper()]
     kinds = {name: _kept_in(name, tensor, wanted) for name, tensor in content.tensors.items()}
     with (
@@ -166,33 +154,32 @@ def write_gguf(checkpoint: str | Path, path: Path, kind: str, target: Path | Non
     return content.arch
 
 
-def _language_model(spec: str) -> _Content:
-    config: Any = load_config(spec)
+def _language_model(checkpoint: Checkpoint) -> _Content:
+    config: Any = checkpoint.config
     arch = FAMILIES.get(config.model_type)
     scaling = config.rope_parameters["rope_type"] if arch else None
     if arch is None or scaling not in ("default", "llama3"):
         raise SourceError(
-            f"{spec!r} has type {config.model_type!r} and rotary scaling {scaling!r}, but only "
-            f"{', '.join(FAMILIES)} with none or Llama 3's can be written as GGUF; use llama.cpp's "
-            "own convert_hf_to_gguf.py."
+            f"{checkpoint.spec!r} has type {config.model_type!r} and rotary scaling {scaling!r}, "
+            f"but only {', '.join(FAMILIES)} with none or Llama 3's can be written as GGUF; use "
+            "llama.cpp's own convert_hf_to_gguf.py."
         )
-    tensors = _tensors(load_model(spec, config.dtype or torch.float32), arch)
+    tensors = _tensors(checkpoint.load(config.dtype or torch.float32), arch)
     name, rows = MODEL_ARCH_NAMES[arch], config.vocab_size
-    return _Content(name, config, tensors, lambda writer: _add_tokenizer(writer, spec, rows))
+    return _Content(name, config, tensors, lambda writer: _add_tokenizer(writer, checkpoint, rows))
 
 
-def _eagle3(spec: str, target: Path) -> _Content:
+def _eagle3(checkpoint: Checkpoint, target: Path) -> _Content:
     """An EAGLE-3 draft of speculators or EAGLE's code; tokenizer and embedding are the target's.
 
     `d2t` has target ids there, and differences to the row's number in a checkpoint. Names and
     fields are those of llama.cpp's src/models/eagle3.cpp (build b10434).
     """
-    folder = resolve_checkpoint(spec)
-    about = read_json(folder / "config.json")
+    spec, about = checkpoint.spec, checkpoint.config_json
     shape, eagle = about.get("transformer_layer_config"), about | (about.get("eagle_config") or {})
-    config: Any = LlamaConfig(**shape | {"model_type": "llama"}) if shape else load_config(spec)
-    tensors, unknown = _draft_tensors(folder, FAMILIES["llama"], 1, EAGLE3_NAMES)
-    depth = gguf_value(str(target), "ARCH.block_count")
+    config: Any = LlamaConfig(**shape | {"model_type": "llama"}) if shape else checkpoint.config
+    tensors, unknown = _draft_tensors(checkpoint, FAMILIES["llama"], 1, EAGLE3_NAMES)
+    depth = value_of(target, "ARCH.block_count")
     by_default = [2, depth // 2, depth - 3]  # as in vLLM
     states = eagle.get("eagle_aux_hidden_state_layer_ids") or by_default
     scaling, windows = config.rope_parameters["rope_type"], (shape or about).get("layer_types")
@@ -221,21 +208,20 @@ def _eagle3(spec: str, target: Path) -> _Content:
     return _Content(EAGLE3, config, tensors, add_rest)
 
 
-def _dflash(spec: str, target: Path) -> _Content:
+def _dflash(checkpoint: Checkpoint, target: Path) -> _Content:
     """A DFlash draft; embedding, LM head and tokenizer are the target's.
 
     llama.cpp numbers hidden states as eval/decoding/forward.py does: state i is the input of layer
     i. Names and fields are those of its src/models/dflash.cpp (build b10434).
     """
-    folder = resolve_checkpoint(spec)
-    plain = plain_config(read_json(folder / "config.json"))
+    spec, plain = checkpoint.spec, plain_config(checkpoint.config_json)
     inner = plain["dflash_config"]
     if missing := {"target_layer_ids", "mask_token_id"} - inner.keys():
         _refuse(spec, {f"no {name}" for name in missing}, "Train from it (draft: FOLDER)")
     config: Any = Qwen3Config(**plain)
     layers, scaling = config.num_hidden_layers, config.rope_parameters["rope_type"]
-    tensors, unknown = _draft_tensors(folder, FAMILIES["qwen3"], layers, DFLASH_NAMES)
-    unknown |= {path.name for path in folder.glob("mask_embedding.pt")}
+    tensors, unknown = _draft_tensors(checkpoint, FAMILIES["qwen3"], layers, DFLASH_NAMES)
+    unknown |= {path.name for path in checkpoint.folder.glob("mask_embedding.pt")}
     unknown |= {"token_embd.weight"} & tensors.keys()
     unknown |= {*config.layer_types} - {"full_attention"} | {scaling} - {"default"}
     unknown |= {"causal"} if plain["is_causal"] else set()
@@ -255,7 +241,7 @@ def _dflash(spec: str, target: Path) -> _Content:
 
 
 def _draft_tensors(
-    folder: Path, arch: MODEL_ARCH, layers: int, more: Mapping[str, str]
+    checkpoint: Checkpoint, arch: MODEL_ARCH, layers: int, more: Mapping[str, str]
 ) -> tuple[dict[str, Tensor], set[str]]:
     """A draft's tensors by their GGUF names, and the names of the parts without one.
 
@@ -264,15 +250,15 @@ def _draft_tensors(
     names = get_tensor_name_map(arch, layers)
     tensors: dict[str, Tensor] = {}
     unknown = set[str]()
-    for path in weight_files(folder):
-        with opened_weights(path) as file:
-            for stored in file.keys():  # noqa: SIM118
-                name = stored.replace("midlayer.", "layers.0.")  # the name in EAGLE's own code
-                known = more.get(name) or names.get_name(f"model.{name}", (".weight",))
-                if known is None:
-                    unknown.add(stored)
-                else:
-                    tensors[known] = file.get_tensor(stored)
+    checkpoint.fetch()
+    checkpoint.refuse_quantised()
+    for stored, tensor in checkpoint.tensors().items():
+        name = stored.replace("midlayer.", "layers.0.")  # the name in EAGLE's own code
+        known = more.get(name) or names.get_name(f"model.{name}", (".weight",))
+        if known is None:
+            unknown.add(stored)
+        else:
+            tensors[known] = tensor
     return tensors, unknown
 
 
@@ -286,7 +272,7 @@ def _refuse(draft: str, unknown: set[str], remedy: str) -> None:
 
 def _refuse_other_target(draft: str, config: Any, states: list[int], target: Path) -> None:
     keys = "ARCH.embedding_length", "ARCH.block_count", TOKENS
-    size, layers, tokens = (gguf_value(str(target), key) for key in keys)
+    size, layers, tokens = (value_of(target, key) for key in keys)
     rows = len(tokens)
     if (config.hidden_size, config.vocab_size) != (size, rows) or max(states) >= layers:
         raise UserError(
@@ -300,12 +286,12 @@ def refuse_target(draft: str, target: Path, mask: int | None) -> None:
     """Raise UserError if llama.cpp gives a draft no hidden states of the target (a GGUF file), or
     if the draft's mask is no token of it.
     """
-    if (arch := gguf_value(str(target), "general.architecture")) in STATELESS:
+    if (arch := value_of(target, "general.architecture")) in STATELESS:
         raise UserError(
             f"{draft!r} reads hidden states, but llama.cpp keeps none of a target of architecture "
             f"{arch!r} and aborts; serve this draft in vLLM, or a language model as the draft."
         )
-    if mask is not None and not 0 <= mask < (rows := len(gguf_value(str(target), TOKENS))):
+    if mask is not None and not 0 <= mask < (rows := len(value_of(target, TOKENS))):
         raise UserError(
             f"{draft!r} has mask token {mask}, but {target} has {rows} tokens; name the draft's "
             "target, or correct mask_token_id."
@@ -313,7 +299,7 @@ def refuse_target(draft: str, target: Path, mask: int | None) -> None:
 
 
 def _add_tokenizer_of(writer: GGUFWriter, target: Path) -> None:
-    for key, field in gguf_reader(target).fields.items():
+    for key, field in reader_of(target).fields.items():
         if key.startswith("tokenizer."):
             item = field.types[1] if field.types[0] == GGUFValueType.ARRAY else None
             writer.add_key_value(key, field.contents(), field.types[0], item)
@@ -376,8 +362,9 @@ def _add_shape(writer: GGUFWriter, config: Any) -> None:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
 
 
-def _add_tokenizer(writer: GGUFWriter, spec: str, rows: int) -> None:
-    tokenizer: Any = load_tokenizer(spec)
+def _add_tokenizer(writer: GGUFWriter, checkpoint: Checkpoint, rows: int) -> None:
+    spec = checkpoint.spec
+    tokenizer: Any = checkpoint.tokenizer
     words = json.loads(tokenizer.backend_tokenizer.to_str())
     model = words["model"]
     splits = tuple(_splits(words["pre_tokenizer"]))
@@ -445,7 +432,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", type=Path, help="target of EAGLE-3 or DFlash, as a GGUF file")
     args = parser.parse_args(argv)
     try:
-        write_gguf(args.checkpoint, args.file, args.kind, args.target)
+        write_gguf(Checkpoint.open(args.checkpoint), args.file, args.kind, args.target)
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -7,24 +7,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import index
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from align.errors import UserError
-from align.sources import (
-    SourceError,
-    load_tokenizer,
-    opened_weights,
-    read_json,
-    resolve_checkpoint,
-    weight_files,
-)
 from align.token_bytes import Token, backend_of, backend_tokens, byte_fallback_ids, is_used
 
-_HEAD_BIASES = ("lm_head.bias", "embed_out.bias")
 # Keys of a config by which logits are changed after the head, as several families name them.
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -125,25 +115,6 @@ class Vocabulary:
         return ids
 
 
-def read_vocabulary(spec: str, weights: bool = False, quantised: bool = False) -> Vocabulary:
-    """The vocabulary of a checkpoint by its spec (align/sources.py).
-
-    weights: also fetch the weights of a Hub checkpoint, because their headers tell whether the head
-    has a bias (headers of local weights are always read). quantised: see `resolve_checkpoint`.
-    Raises SourceError, with code TOK-000 or TOK-013, for input that is missing or ill-formed.
-    """
-    try:
-        return _parse(spec, resolve_checkpoint(spec, weights, quantised))
-    except ValueError as error:
-        text = str(error) if isinstance(error, SourceError) else f"{spec!r}: {error}"
-        raise SourceError(text if text.startswith("TOK-") else f"TOK-000: {text}") from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise SourceError(
-            f"TOK-000: The tokenizer or config files of {spec!r} are ill-formed "
-            f"({type(error).__name__}: {error}); restore them."
-        ) from error
-
-
 def mask_token(vocabulary: Vocabulary) -> int:
     """An id that occurs in no text: the first entry after the last token, or a special token that
     is no stop and that neither the tokenizer nor the chat template adds to a text.
@@ -163,25 +134,41 @@ def mask_token(vocabulary: Vocabulary) -> int:
     )
 
 
-def _parse(spec: str, folder: Path) -> Vocabulary:
-    tokenizer = load_tokenizer(spec)
+def read_vocabulary(
+    spec: str,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    config: dict[str, Any],
+    stops: frozenset[int],
+    head_bias: bool,
+) -> Vocabulary:
+    """The vocabulary of a tokenizer under a model's head. config: the content of its config.json.
+
+    Raises UserError for a tokenizer whose tokens have no known bytes, and errors of many types for
+    ill-formed files (`Checkpoint.vocabulary` names the files).
+    """
     backend = backend_of(tokenizer)
     tokens = backend_tokens(backend)
-    top = read_json(folder / "config.json")
-    config = top.get("text_config") or top
     special_ids = {name: getattr(tokenizer, f"{name}_id") for name in SPECIAL_NAMES}
-    stops = stop_tokens(folder, tokenizer)
     template: Any = tokenizer.chat_template
     if isinstance(template, dict):  # several by name: prompts use the default one
         template = template.get("default")
-    head_bias = False
-    for path in filter(Path.is_file, weight_files(folder)):  # a Hub checkpoint may have none yet
-        with opened_weights(path, "numpy") as file:
-            head_bias |= any(name.endswith(_HEAD_BIASES) for name in file.keys())  # noqa: SIM118
     ids, text = (tokenizer.encode("a", add_special_tokens=add) for add in (True, False))
     start = next((i for i in range(len(ids)) if ids[i : i + len(text)] == text), 0)
-    about = special_ids, stops, template, config, head_bias, ids[:start], ids[start + len(text) :]
-    vocabulary = Vocabulary(spec, folder, tokenizer, backend, tokens, *about)
+    vocabulary = Vocabulary(
+        spec,
+        folder,
+        tokenizer,
+        backend,
+        tokens,
+        special_ids,
+        stops,
+        template,
+        config.get("text_config") or config,
+        head_bias,
+        prefix=ids[:start],
+        suffix=ids[start + len(text) :],
+    )
     # Gemma 3 1B has an image token beyond its vocab_size; no text contains it
     while len(tokens) > vocabulary.vocab_size and len(tokens) - 1 not in stops:
         if tokens[-1] is None or tokens[-1][0] != "special":
@@ -189,17 +176,3 @@ def _parse(spec: str, folder: Path) -> Vocabulary:
         tokens.pop()
     special_ids |= {name: None for name, i in special_ids.items() if i and i >= len(tokens)}
     return vocabulary
-
-
-def stop_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """All ids that end a text, from the tokenizer and the files of a checkpoint.
-
-    A loaded config is not asked, because its class has a default (2 for Llama) where the file has
-    no eos_token_id.
-    """
-    top, path = read_json(folder / "config.json"), folder / "generation_config.json"
-    end = (top.get("text_config") or top).get("eos_token_id", top.get("eos_token_id"))
-    generation = read_json(path) if path.is_file() else {}
-    named = tokenizer.eos_token_id, end, generation.get("eos_token_id")
-    lists = (ids if isinstance(ids, list) else [ids] for ids in named if ids is not None)
-    return frozenset(index(i) for ids in lists for i in ids)

@@ -43,9 +43,16 @@ from typing import Any
 from filelock import FileLock, Timeout
 from scipy.special import stdtrit
 
+from align.checkpoint import Checkpoint, weights_sha256
 from align.errors import UserError
-from align.files import atomic_folder, atomic_link, remove, write_errors_explained, write_json
-from align.sources import load_config, quantisation, read_json, resolve_checkpoint
+from align.files import (
+    atomic_folder,
+    atomic_link,
+    read_json,
+    remove,
+    write_errors_explained,
+    write_json,
+)
 from distill import train
 from distill.card import Publication, derived_licence, draft_weights
 from distill.models import too_large
@@ -65,7 +72,6 @@ from distill.traffic import (
 from distill.training_config import usual_rate
 from eval import run as evaluation
 from eval.decoding.drafters.formats import published_format
-from eval.decoding.target import weights_sha256
 from eval.measuring.journal import INTERRUPTED
 from eval.prompts import load_prompts
 from eval.reporting.fields import ONE_AT_A_TIME, REFERENCE, Load, Report, read_report
@@ -354,7 +360,7 @@ def training_recipe(args: argparse.Namespace, served: Path, work: Path) -> Recip
     if run["draft"] is None:  # the run's learning rate was for new weights
         rate = run.get("learning_rate")
         if rate is None:
-            width = load_config(run["target"]).get_text_config().hidden_size
+            width = Checkpoint.open(run["target"]).text_config.hidden_size
             rate = usual_rate(build_recipe(run), width)
         values["learning_rate"] = CONTINUED * rate
     if run.get("dtype") == "bfloat16":
@@ -419,8 +425,9 @@ def refuse_uncomputed(recipe: Recipe, served: Path, in_engine: bool) -> None:
     drafts are compared in an engine.
     """
     if not recipe.served:
-        folder = resolve_checkpoint(recipe.target, quantised=True)
-        if not quantisation(folder) and not too_large(recipe):
+        target = Checkpoint.open(recipe.target)
+        target.fetch()
+        if not target.quantisation and not too_large(recipe, target):
             return
     engine_only = f"Only an engine computes {recipe.target!r} (quantised, too large or on a server)"
     if form := published_format(served):
@@ -446,7 +453,7 @@ def gated(
     decoder; --gate measures it in an engine. Raises UserError if a measurement fails.
     """
     run = recipe.folder
-    if weights_sha256(str(served)) in draft_weights(run):
+    if weights_sha256(served) in draft_weights(run):
         return NOTHING, "training did not improve the draft on held-out prompts."
     options = gate_options(args, recipe, run, served, run / "draft")
     if args.gate:

@@ -12,11 +12,12 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 
+from align.checkpoint import weights_sha256
 from align.errors import abridged
-from align.files import atomic_file
-from align.sources import gguf_reader, read_json, resolve_file
+from align.fetch import resolve_file
+from align.files import atomic_file, read_json
+from align.from_gguf import value_of
 from distill.recipe import build_recipe, read_yaml
-from eval.decoding.target import weights_sha256
 from eval.engines.local_vllm import speculation
 from eval.engines.server import ServerError
 from eval.reporting.fields import REFERENCE, Report, name_and_length
@@ -46,7 +47,7 @@ class Publication:
 
 def draft_weights(run: Path) -> set[str]:
     """The hash of the draft's checkpoint; empty without one."""
-    return {sha for sha in [weights_sha256(str(run / "draft"))] if sha is not None}
+    return {sha for sha in [weights_sha256(run / "draft")] if sha is not None}
 
 
 def write_card(
@@ -206,8 +207,8 @@ def _stated_licence(spec: str) -> str | None:
     """The licence in a checkpoint's card or a GGUF file's metadata; None where there is none."""
     path = Path(spec).expanduser()
     if in_one_file(spec):
-        stated = gguf_reader(resolve_file(spec)).get_field("general.license")
-        return None if stated is None else str(stated.contents())
+        stated = value_of(resolve_file(spec), "general.license")
+        return None if stated is None else str(stated)
     if path.is_dir() and not (path / "README.md").is_file():
         return None
     try:

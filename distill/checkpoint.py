@@ -15,9 +15,10 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from align.files import atomic_file, remove, write_json
+from align.checkpoint import opened_weights
+from align.errors import SourceError
+from align.files import atomic_file, read_json, remove, write_json
 from align.machine import wait_on_host
-from align.sources import SourceError, opened_weights, read_json
 
 COMPLETE = "complete"  # the last file of a checkpoint (`mark_complete`)
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.pt", "trainer_state.json"

@@ -19,9 +19,8 @@ import psutil
 from accelerate import PartialState
 
 from align.errors import UserError
-from align.files import write_json
+from align.files import read_json, write_json
 from align.machine import from_first
-from align.sources import read_json
 from distill.teacher.store import Answers
 
 CLOCK = "clock.json"

@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,10 +21,10 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedTokenizerBase
 
+from align.checkpoint import Checkpoint
 from align.errors import UserError
 from align.files import nearest_existing
 from align.machine import free_memory, machine_lines
-from align.sources import load_config, read_json, resolve_checkpoint, weights_cached
 from distill.drafters.pruned import pruned_config
 from distill.evaluation import in_engine
 from distill.models import Pair, check_models, parameters, target_loader
@@ -54,23 +55,21 @@ BESIDE = 1.3  # factor on the sum: activations, logits, what an allocator cannot
 RUNTIME = 2**30  # bytes that a process, or a GPU's context, takes without a model
 
 
-def dry_run(recipe: Recipe) -> int:
+def dry_run(recipe: Recipe, target: Checkpoint, draft: Checkpoint | None) -> int:
     """Print needs and gain of the run. Returns exit status 1 if no draft can be faster.
 
-    Raises the errors of a run's checks.
+    target, draft: of `open_models`. Raises the errors of a run's checks.
     """
-    pair = check_models(recipe)
+    pair = check_models(recipe, target, draft)
     prompts = collect_prompts(recipe, pair.target)
-    load_target = target_loader(recipe, prompts)
+    load_target = target_loader(recipe, pair, prompts)
     print_example(prompts.training.ids[0], pair.target.tokenizer)
     answering = answering_target(recipe, pair, prompts, load_target)
     if not PartialState().is_main_process:
         return 0
     longest = max(map(len, prompts.training.ids + prompts.evaluation.ids))
     asked = to_answer(prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers)
-    by_us = {"decoded_here": pair.decoded_here, "answers_here": answering.by == "local"}
-    states = len(pair.layers), len(pair.fit_layers)
-    print_memory(recipe, longest, prompts.held_out.ids + asked, *states, **by_us)
+    print_memory(recipe, pair, longest, prompts.held_out.ids + asked, answering.by == "local")
     answering.check()
     if recipe.served:
         print(f"server: {recipe.answer_url} serves the target of this recipe")
@@ -78,11 +77,11 @@ def dry_run(recipe: Recipe) -> int:
     if not pair.decoded_here:
         print("what a draft can gain: not measured, because only an engine computes the target")
         return 0
-    for spec in filter(None, (recipe.target, recipe.draft)):
-        if not weights_cached(spec):
+    for model in filter(None, (target, draft)):
+        if not model.has_weights:
             print(
-                f"what a draft can gain: not measured, because the weights of {spec} are not on "
-                f"this machine (`hf download {spec}`)"
+                f"what a draft can gain: not measured, because the weights of {model.spec} are not "
+                f"on this machine (`hf download {model.spec}`)"
             )
             return 0
     status = print_gain(recipe, pair, prompts.evaluation.ids, load_target())
@@ -103,7 +102,7 @@ def print_gain(recipe: Recipe, pair: Pair, prompts: list[list[int]], target: Tar
         variants = {
             f"{depth} layer{'s' * (depth > 1)}": dataclasses.replace(recipe, num_draft_layers=depth)
             for depth in sorted({*DEPTHS, recipe.num_draft_layers})
-            if depth < pair.target.config["num_hidden_layers"]
+            if depth < pair.target.text_config.num_hidden_layers
         }
     decoding = Decoding(recipe.sampling, target.stops, recipe.max_new_tokens)
     print(f"{'draft':>10}  {'c':>6}  {'break-even acceptance rate':>26}  {'perfect draft':>13}")
@@ -127,7 +126,7 @@ def print_gain_in_vllm(recipe: Recipe, pair: Pair, prompts: PromptSet, draft: st
     """
     forecast = forecast_gains(
         VllmServers,
-        recipe.target,
+        pair.target,
         {recipe.kind_name: draft},
         sorted({1, recipe.gamma or recipe.max_gamma}),
         prompts,
@@ -149,23 +148,15 @@ def refused(ceilings: list[float]) -> int:
 
 
 def print_memory(
-    recipe: Recipe,
-    longest: int,
-    asked: list[list[int]],
-    states: int,
-    fit_states: int,
-    decoded_here: bool,
-    answers_here: bool,
+    recipe: Recipe, pair: Pair, longest: int, asked: list[list[int]], answers_here: bool
 ) -> None:
     """Print the needs of the stage with most memory, on each GPU, and what this machine has.
 
-    longest: tokens of the longest prompt. asked: the prompts of the outputs (token ids). states,
-    fit_states: number of the target's hidden states that are stored at each token, and at those of
-    the least-squares initialisation. decoded_here, answers_here: whether the target is evaluated
-    here, and generates the outputs here.
+    longest: tokens of the longest prompt. asked: the prompts of the outputs (token ids).
+    answers_here: whether the outputs are generated in this process.
     """
-    target = load_config(recipe.target).get_text_config()
-    size, draft = getattr(torch, recipe.dtype).itemsize, draft_parameters(recipe)
+    target = pair.target.text_config
+    size, draft = getattr(torch, recipe.dtype).itemsize, draft_parameters(recipe, pair)
     head_size = (
         getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
     )
@@ -175,7 +166,7 @@ def print_memory(
     shards = PartialState().num_processes if parse_flag_from_env("ACCELERATE_USE_FSDP") else 1
     spread = torch.cuda.device_count() if recipe.device_map == "auto" else 1
     stages = {"training": draft * (4 + size if recipe.use_peft else TRAINED_BYTES) // shards}
-    if decoded_here:
+    if pair.decoded_here:
         held = parameters(target) * size
         stages["evaluating"] = held // spread + draft * size
         if answers_here:
@@ -184,45 +175,42 @@ def print_memory(
     needed = round(BESIDE * stages[name]) + RUNTIME
     new = recipe.answer_max_new_tokens
     fitted = asked[: math.ceil(recipe.fit_tokens / new)]
-    disk = cache_bytes(recipe, asked, new, states) + CHECKPOINT * draft
-    disk += state_bytes(recipe, fit_states, sum(map(len, fitted)) + len(fitted) * new)
+    disk = cache_bytes(recipe, pair, asked, new) + CHECKPOINT * draft
+    disk += state_bytes(pair, pair.fit_layers, sum(map(len, fitted)) + len(fitted) * new)
     print(f"{name} needs most memory (a coarse estimate)")
     on_gpu = not recipe.training.get("use_cpu", False)
     print("\n".join(machine_lines(needed, disk, recipe.folder, on_gpu)))
 
 
-def draft_parameters(recipe: Recipe) -> int:
+def draft_parameters(recipe: Recipe, pair: Pair) -> int:
     """The number of the draft's parameters, or a little more, from the models' configs."""
     if recipe.sibling is not None:
-        return parameters(load_config(recipe.sibling).get_text_config())
-    target = load_config(recipe.target).get_text_config()
+        return parameters(pair.draft.text_config)
+    target = pair.target.text_config
     kept = recipe.num_draft_layers if recipe.kind.language_model else 0
     depth = target.num_hidden_layers
     draft, whole, shorter = (parameters(pruned_config(target, n)) for n in (kept, depth, depth - 1))
     if kept:
         return draft
-    about = None
-    if recipe.draft is not None:
-        about = read_json(resolve_checkpoint(recipe.draft, weights=False) / "config.json")
+    about = None if pair.published is None else pair.published.config_json
     # layers like the target's last, because the first ones may have no experts
     return draft + recipe.kind.num_layers(recipe.num_draft_layers, about) * (whole - shorter)
 
 
-def state_bytes(recipe: Recipe, states: int, tokens: int) -> int:
-    """Bytes of this number of hidden states at each of the tokens, in bf16."""
-    width: int = load_config(recipe.target).get_text_config().hidden_size
-    return 2 * states * width * tokens
+def state_bytes(pair: Pair, layers: Sequence[int], tokens: int) -> int:
+    """Bytes of the target's hidden states of these layers at each of the tokens, in bf16."""
+    width: int = pair.target.text_config.hidden_size
+    return 2 * len(layers) * width * tokens
 
 
-def cache_bytes(recipe: Recipe, prompts: list[list[int]], new_tokens: int, states: int) -> int:
-    """Bytes of outputs, and of `states` hidden states at each of their and their prompts' tokens.
+def cache_bytes(recipe: Recipe, pair: Pair, prompts: list[list[int]], new_tokens: int) -> int:
+    """Bytes of outputs, and of the hidden states at each of their and their prompts' tokens.
 
     prompts: token ids. new_tokens: tokens of each output.
     """
     new = len(prompts) * new_tokens
-    vocab_size = load_config(recipe.target).get_text_config().vocab_size
-    outputs = new * bytes_per_token(recipe.cache_top_k, vocab_size)
-    return outputs + state_bytes(recipe, states, new + sum(map(len, prompts)))
+    outputs = new * bytes_per_token(recipe.cache_top_k, pair.target.text_config.vocab_size)
+    return outputs + state_bytes(pair, pair.layers, new + sum(map(len, prompts)))
 
 
 def check_disk(recipe: Recipe, pair: Pair, prompts: Prompts, target: AnsweringTarget) -> None:
@@ -233,21 +221,21 @@ def check_disk(recipe: Recipe, pair: Pair, prompts: Prompts, target: AnsweringTa
     """
     asked = to_answer(prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers)
     names = target.names(prompts.held_out.ids) + target.names(asked, recipe.train_on_prompts)
-    store, states = target.store, len(pair.layers)
+    store = target.store
     named = zip(names, prompts.held_out.ids + asked, strict=True)
     new, unread = [ids for name, ids in named if name not in store], 0
-    if states:  # of cached outputs, another run may have read none
+    if pair.layers:  # of cached outputs, another run may have read none
         cached, read = (
             Answers(store, filter(store.__contains__, names)),
             store.of_states(pair.layers),
         )
         without = (i for i, name in enumerate(cached.text_names) if name not in read)
-        unread = state_bytes(recipe, states, sum(map(cached.tokens, without)))
-    least = cache_bytes(recipe, new, 1, states) + unread
+        unread = state_bytes(pair, pair.layers, sum(map(cached.tokens, without)))
+    least = cache_bytes(recipe, pair, new, 1) + unread
     if recipe.minutes is not None:
-        least = cache_bytes(recipe, new[:FEW], 1, states)
-    most = cache_bytes(recipe, new, recipe.answer_max_new_tokens, states) + unread
-    draft = draft_parameters(recipe)
+        least = cache_bytes(recipe, pair, new[:FEW], 1)
+    most = cache_bytes(recipe, pair, new, recipe.answer_max_new_tokens) + unread
+    draft = draft_parameters(recipe, pair)
     saved = draft * getattr(torch, recipe.dtype).itemsize * recipe.kind.language_model
     for folder, fewest, largest, remedy in (
         (store.folder, least, most, "set DRAFTSMITH_CACHE to a larger disk, or lower max_answers"),

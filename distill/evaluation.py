@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from align.files import write_json
+from align.checkpoint import Checkpoint, refuse_damaged, weights_sha256
+from align.files import read_json, write_json
 from align.machine import free_memory
-from align.sources import read_json, refuse_damaged
 from distill.card import USUAL_GAMMA, write_card
 from distill.clock import Clock
 from distill.held_out import held_out_curve
@@ -21,7 +22,7 @@ from distill.run_folder import provenance
 from distill.teacher.answers import USED
 from eval import run
 from eval.decoding.drafters.drafter import Drafter
-from eval.decoding.drafters.loading import load_drafter
+from eval.decoding.drafters.loading import model_drafter
 from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
@@ -30,7 +31,7 @@ from eval.measuring.evaluation import Plan
 from eval.measuring.evaluation import evaluate as measure
 from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
 from eval.reporting.build import build_report
-from eval.reporting.fields import Report, read_report
+from eval.reporting.fields import Report, ReportError, read_report
 from eval.reporting.files import write_report
 
 SHORTEST = 1.0  # minutes that an engine is given even if no time is left
@@ -41,13 +42,17 @@ def evaluate(
 ) -> Report | None:
     """Write and return the report (`report/`), with `provenance.json` and the draft's model card.
 
-    load: returns the target; None: nothing is measured, and the result is None. It is also None if
-    the target is not decoded here: then the commands that measure the draft are printed.
+    A report that is whole is kept. load: returns the target; None: nothing is measured, and the
+    result is None. It is also None if the target is not decoded here: then the commands that
+    measure the draft are printed.
     """
     folder = recipe.folder
     refuse_damaged(folder / "draft")
+    report = whole_report(folder, recipe) if load is not None and pair.decoded_here else None
+    if report is not None:
+        return report
     made_by = provenance(recipe, prompts)
-    report = None
+    write_json(folder / "provenance.json", made_by)
     if load is not None and recipe.served:
         print_commands(recipe)
     elif load is not None and not pair.decoded_here:
@@ -60,12 +65,22 @@ def evaluate(
             report = _measured_here(recipe, pair, prompts, load(), clock, made_by, journal)
             curve = held_out_curve(folder, prompts.held_out)
             report = report.model_copy(update={"held_out": curve})
+            write_card(folder / "draft", folder, [report])
             write_report(folder / "report", report)
-    write_json(folder / "provenance.json", made_by)
-    if report is None:
-        return None
-    write_card(folder / "draft", folder, [report])
     return report
+
+
+def whole_report(folder: Path, recipe: Recipe) -> Report | None:
+    """The report in a folder on the run's draft; None if it is not there, whole and of its weights.
+
+    `eval.run --run` measures the draft again.
+    """
+    with suppress(ReportError):
+        report = read_report(folder)
+        tuned, journal = report.drafts.get("tuned"), folder / "report" / JOURNAL
+        same = tuned is not None and tuned.sha256 == weights_sha256(recipe.folder / "draft")
+        return report if same and not journal.exists() else None
+    return None
 
 
 def in_engine(recipe: Recipe) -> bool:
@@ -84,15 +99,16 @@ def in_engine(recipe: Recipe) -> bool:
 def evaluate_in_engine(recipe: Recipe, report: Report, clock: Clock, folder: Path) -> Report | None:
     """Write and return vLLM's report on the target alone, n-gram speculation and the draft.
 
-    None if vLLM fails. report: of the reference decoder, whose draft lengths are used.
+    A report that is whole is kept. None if vLLM fails. report: of the reference decoder, whose
+    draft lengths are used.
     """
+    if (served := whole_report(folder, recipe)) is not None:
+        return served
     options = ["--run", str(recipe.folder), "--engine", "vllm", "--output_dir", str(folder)]
     for option, name in (("--gamma", "tuned"), ("--ngram_gamma", "lookup")):
         options += [option, str(report.drafts[name].gamma or USUAL_GAMMA)]
     if recipe.minutes is not None:
-        again = (folder / "report" / "report.json").exists()
-        usual = recipe.minutes * (1 - clock.shares.decoded)
-        options += ["--minutes", f"{usual if again else max(SHORTEST, clock.left(1.0) / 60):.2f}"]
+        options += ["--minutes", f"{max(SHORTEST, clock.left(1.0) / 60):.2f}"]
     os.environ.pop("WORLD_SIZE", None)  # the run's other processes have ended
     status = run.main(options, summary=False)
     if status == INTERRUPTED:
@@ -118,22 +134,20 @@ def _measured_here(
     """The report of the reference decoder on n-gram speculation, distilled draft, and n-gram, then
     distilled draft, as engines load them; also on a base draft that others trained.
     """
-    distilled = load_drafter(str(recipe.folder / "draft"), target, pair.strategy)
+    draft = Checkpoint.open(recipe.folder / "draft")
+    distilled = model_drafter(draft, target, pair.strategy)
     drafts: dict[str, Drafter] = {}
     trained = recipe.draft is not None or recipe.kind.trained  # before this run
     # with max_steps 0 base and distilled draft are the same
     if trained and recipe.training.get("max_steps") != 0:
-        spec = recipe.draft or str(recipe.folder / "prepared")
-        drafts["untuned"] = load_drafter(spec, target, pair.strategy)
+        base = pair.published or pair.draft
+        if recipe.draft is None:
+            base = Checkpoint.open(recipe.folder / "prepared")
+        drafts["untuned"] = model_drafter(base, target, pair.strategy)
     drafts |= {"lookup": prompt_lookup(target), "tuned": distilled}
     drafts["tuned+lookup"] = lookup_first(distilled, target.stops)
     free_memory()  # copies of weights from loading
-    seconds = None
-    if recipe.minutes is not None:
-        # a run that has a report is measured again, in the usual share of its minutes
-        again = (recipe.folder / "report" / "report.json").exists()
-        usual = 60 * recipe.minutes * (clock.shares.decoded - clock.shares.trained)
-        seconds = usual if again else clock.left(clock.shares.decoded)
+    seconds = None if recipe.minutes is None else clock.left(clock.shares.decoded)
     logs = measure(
         target,
         drafts,

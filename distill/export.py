@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from align.files import atomic_folder, write_json
-from align.sources import read_json
+from align.files import atomic_folder, read_json, write_json
 from distill.drafters.kind import Draft
 from distill.drafters.pruned import HEAD_ENTRIES, with_head
 from distill.models import Pair
@@ -49,7 +48,7 @@ def write_draft(
     kind, dtype = recipe.kind, getattr(torch, recipe.dtype)
     pair.target.tokenizer.save_pretrained(folder)
     if not kind.language_model:
-        kind.save(folder, draft, pair.target_embedding(dtype), recipe.target)
+        kind.save(folder, draft, pair.target_embedding(dtype), pair.target)
     else:
         full = draft.model.to(dtype)
         if recipe.sibling is None:

@@ -17,9 +17,8 @@ from pathlib import Path
 from accelerate import PartialState
 from tqdm import tqdm
 
-from align.files import write_json
+from align.files import read_json, write_json
 from align.machine import from_first
-from align.sources import read_json
 from distill.checkpoint import best_measurement
 from distill.clock import Clock
 from distill.teacher.store import name_of

@@ -16,22 +16,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from align.check import Strategy, Verdict, choose_strategy, compare
+from align.checkpoint import Checkpoint
 from align.errors import UserError
-from align.sources import (
-    load_config,
-    load_model,
-    opened_weights,
-    quantisation,
-    read_json,
-    refuse_quantised,
-    resolve_checkpoint,
-    weight_files,
-    weights_cached,
-)
 from align.transplant import resized, transplant
 from align.trim import byte_units, choose_tokens
 from align.vocab_map import VocabMap, build_map
-from align.vocabulary import Vocabulary, mask_token, read_vocabulary
+from align.vocabulary import Vocabulary, mask_token
 from distill.drafters.kind import DraftKind, TargetEnds
 from distill.drafters.pruned import pruned_config
 from distill.prompt_sets import Prompts
@@ -44,16 +34,18 @@ from eval.measuring.evaluation import context_length
 
 @dataclass(frozen=True)
 class Pair:
-    """The vocabularies of target and draft, and how they are mapped (align/check.py).
+    """Target and draft, and how their vocabularies are mapped (align/check.py).
 
-    Without a sibling `draft` is `target`. vocab_map: None if the strategy needs no map. layers: the
-    target's hidden states that the draft reads; empty for most kinds. fit_layers: those that only
-    its initialisation reads. mask: the id of the draft's mask; None for kinds without a mask.
-    decoded_here: whether the reference decoder computes the target in this process.
+    Without a sibling `draft` is `target`. published: a draft of the recipe's kind that the run
+    starts from. vocab_map: None if the strategy needs no map. layers: the target's hidden states
+    that the draft reads; empty for most kinds. fit_layers: those that only its initialisation
+    reads. mask: the id of the draft's mask; None for kinds without a mask. decoded_here: whether
+    the reference decoder computes the target in this process.
     """
 
-    target: Vocabulary
-    draft: Vocabulary
+    target: Checkpoint
+    draft: Checkpoint
+    published: Checkpoint | None
     verdict: Verdict
     strategy: Strategy
     vocab_map: VocabMap | None
@@ -75,19 +67,18 @@ class Pair:
     def target_head(self, dtype: torch.dtype) -> Tensor:
         """The target's LM head [V, H], like its embedding, which is also its head if it is tied."""
         head = self._target_tensor("lm_head.weight", dtype)
-        if head is None and not load_config(self.target.spec).get_text_config().tie_word_embeddings:
+        if head is None and not self.target.text_config.tie_word_embeddings:
             raise UserError(_quantised_end(self.target.spec, "lm_head"))
         return self.target_embedding(dtype) if head is None else head
 
     def _target_tensor(self, ending: str, dtype: torch.dtype) -> Tensor | None:
-        for path in weight_files(self.target.folder):
-            with opened_weights(path) as file:
-                names = [n for n in file.keys() if n.endswith(ending)]  # noqa: SIM118
-                if names := [n for n in names if ".layers." not in n]:  # else of an MTP head
-                    tensor = file.get_tensor(names[0])
-                    if not is_plain(tensor):
-                        raise UserError(_quantised_end(self.target.spec, names[0]))
-                    return tensor.to(dtype)
+        def wanted(name: str) -> bool:
+            return name.endswith(ending) and ".layers." not in name  # which an MTP head has
+
+        for name, tensor in self.target.tensors(wanted).items():
+            if not is_plain(tensor):
+                raise UserError(_quantised_end(self.target.spec, name))
+            return tensor.to(dtype)
         return None
 
 
@@ -103,11 +94,17 @@ def _quantised_end(spec: str, name: str) -> str:
     )
 
 
-def check_models(recipe: Recipe) -> Pair:
+def open_models(recipe: Recipe) -> tuple[Checkpoint, Checkpoint | None]:
+    """The recipe's target, and its draft: a sibling or a published draft."""
+    draft = None if recipe.draft is None else Checkpoint.open(recipe.draft)
+    return Checkpoint.open(recipe.target), draft
+
+
+def check_models(recipe: Recipe, target: Checkpoint, draft: Checkpoint | None) -> Pair:
     """The pair, read from files alone. A dry run fetches no weights; a run fetches them all first.
 
-    Raises UserError where the draft cannot be made or trained; SourceError names files that
-    are missing, damaged, or of other tokenizers.
+    target, draft: of `open_models`. Raises UserError where the draft cannot be made or trained;
+    SourceError names files that are missing, damaged, or of other tokenizers.
     """
     if recipe.device_map is not None and (processes := PartialState().num_processes) > 1:
         raise UserError(
@@ -115,25 +112,26 @@ def check_models(recipe: Recipe) -> Pair:
             "the whole target on the same GPUs; start one (accelerate launch --num_processes 1), "
             "or use a server (answers: server)."
         )
-    served, fetch, started = recipe.served, not recipe.dry_run, recipe.answers == "vllm"
-    target = read_vocabulary(recipe.target, fetch and not served, quantised=started)
-    draft = target if recipe.sibling is None else read_vocabulary(recipe.sibling, weights=fetch)
-    published = None  # config.json of a published draft that the recipe starts from
-    if recipe.draft is not None and recipe.sibling is None:
-        published = read_json(resolve_checkpoint(recipe.draft, weights=fetch) / "config.json")
-    decoded_here = not (served or (started and (quantisation(target.folder) or too_large(recipe))))
+    served, started = recipe.served, recipe.answers == "vllm"
+    for model in (None if served else target, draft):
+        if model is not None and not recipe.dry_run:
+            model.fetch()
+    sibling, published = (draft, None) if recipe.sibling is not None else (None, draft)
+    decoded_here = not (served or (started and (target.quantisation or too_large(recipe, target))))
     if decoded_here:
-        refuse_quantised(recipe.target, target.folder)
-        for spec in filter(None, (recipe.target, recipe.sibling)):
-            refuse_undecodable(load_config(spec))
-    verdict = compare(target, draft)
+        for model in filter(None, (target, sibling)):
+            refuse_undecodable(model.config)
+    for model in filter(None, (target if decoded_here else None, draft)):
+        model.refuse_quantised()
+    words, drafted = target.vocabulary, (sibling or target).vocabulary
+    verdict = compare(target, sibling or target)
     strategy = choose_strategy(verdict, recipe.strategy, tuned=True)
     print(f"vocabulary: relation {verdict.relation}, mapping {strategy}")
-    vocab_map = build_map(target, draft) if strategy in ("remap", "transplant") else None
-    mask = mask_token(target) if recipe.kind.has_mask and published is None else None
-    if recipe.cache_top_k > target.vocab_size:
+    vocab_map = build_map(words, drafted) if strategy in ("remap", "transplant") else None
+    mask = mask_token(words) if recipe.kind.has_mask and published is None else None
+    if recipe.cache_top_k > words.vocab_size:
         raise UserError(
-            f"cache_top_k {recipe.cache_top_k} is more than the {target.vocab_size} tokens of the "
+            f"cache_top_k {recipe.cache_top_k} is more than the {words.vocab_size} tokens of the "
             "target's vocabulary; lower it."
         )
     if recipe.sibling is None:
@@ -145,29 +143,32 @@ def check_models(recipe: Recipe) -> Pair:
             )
         keeps_layers = recipe.kind.language_model
         num_layers = recipe.num_draft_layers if keeps_layers else 0
-        check_prunable(target.config, num_layers, recipe.kind.targets)
+        check_prunable(words.config, num_layers, recipe.kind.targets)
         if started and recipe.kind.served_states:  # `target_ends` reads no model within another
-            check_prunable(load_config(recipe.target).to_dict(), 0, recipe.kind.targets)
+            check_prunable(target.config.to_dict(), 0, recipe.kind.targets)
         if recipe.draft_vocab_size is not None:
-            mass = torch.zeros(target.vocab_size)
-            choose_tokens(mass, recipe.draft_vocab_size, forced_tokens(target))
-    for spec in filter(None, (recipe.target if decoded_here else None, recipe.sibling)):
-        if weights_cached(spec):
-            load_model(spec, torch.float32, "meta")
-    layers = recipe.kind.target_layers(target.config, published)
+            mass = torch.zeros(words.vocab_size)
+            choose_tokens(mass, recipe.draft_vocab_size, forced_tokens(words))
+    for model in filter(None, (target if decoded_here else None, sibling)):
+        if model.has_weights:
+            model.load(torch.float32, "meta")
+    about = None if published is None else published.config_json
+    layers = recipe.kind.target_layers(words.config, about)
     fit_layers: tuple[int, ...] = ()
-    if recipe.draft is None:
-        fit_layers = recipe.kind.fit_layers(target.config, recipe.num_draft_layers)
-    about = verdict, strategy, vocab_map, layers, fit_layers, mask, decoded_here
-    pair = Pair(target, draft, *about)
-    if layers and not decoded_here and weights_cached(recipe.target):
+    if draft is None:
+        fit_layers = recipe.kind.fit_layers(words.config, recipe.num_draft_layers)
+    mapping = verdict, strategy, vocab_map
+    pair = Pair(
+        target, sibling or target, published, *mapping, layers, fit_layers, mask, decoded_here
+    )
+    if layers and not decoded_here and target.has_weights:
         pair.target_head(getattr(torch, recipe.dtype))  # refused before outputs are generated
     return pair
 
 
 def target_ends(pair: Pair, dtype: torch.dtype, device: str) -> TargetEnds:
     """What feature drafts read of the target, from its checkpoint by name, on that device."""
-    config = load_config(pair.target.spec)
+    config = pair.target.config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(pruned_config(config, 1), dtype=dtype)
     read = {
@@ -175,10 +176,8 @@ def target_ends(pair: Pair, dtype: torch.dtype, device: str) -> TargetEnds:
         "lm_head.weight": pair.target_head(dtype),
     }
     wanted = model.state_dict().keys() - read.keys()
-    for path in weight_files(pair.target.folder):
-        with opened_weights(path) as file:
-            tensors = {name: file.get_tensor(name) for name in wanted & set(file.keys())}
-        read |= {name: tensor.to(dtype) for name, tensor in tensors.items() if is_plain(tensor)}
+    tensors = pair.target.tensors(wanted.__contains__)
+    read |= {name: tensor.to(dtype) for name, tensor in tensors.items() if is_plain(tensor)}
     on_device = {name: tensor.to(device) for name, tensor in read.items()}
     model.load_state_dict(on_device, strict=False, assign=True)
     if model.base_model.norm.weight.is_meta:
@@ -187,19 +186,17 @@ def target_ends(pair: Pair, dtype: torch.dtype, device: str) -> TargetEnds:
             "with save_pretrained of transformers, or name a sibling with draft."
         )
     model.config = config
-    return TargetEnds(pair.target.spec, model)
+    return TargetEnds(pair.target, model)
 
 
-def with_published_kind(recipe: Recipe) -> Recipe:
-    """The recipe with the kind and head size of its published `draft`; else the same recipe.
+def with_published_kind(recipe: Recipe, target: Checkpoint, draft: Checkpoint | None) -> Recipe:
+    """The recipe with the kind and head size of its published draft; else the same recipe.
 
     Raises UserError for a draft of another kind than the recipe names, or of another target.
     """
-    if recipe.draft is None:
+    if draft is None:
         return recipe
-    folder = resolve_checkpoint(recipe.draft, weights=False)
-    about = read_json(folder / "config.json")
-    published = published_format(folder)
+    about, published = draft.config_json, published_format(draft.folder)
     if published is None:
         parallel = about.get("pard_token") is not None
         if parallel and recipe.drafter is None:
@@ -211,13 +208,13 @@ def with_published_kind(recipe: Recipe) -> Recipe:
             )
         return recipe
     size = published.head_size(about)
-    text = load_config(recipe.target).get_text_config()
+    text = target.text_config
     if recipe.drafter not in (None, published.name):
         raise UserError(
             f"drafter is {recipe.drafter!r}, but draft {recipe.draft!r} is of kind "
             f"{published.name!r}; leave drafter out."
         )
-    published.check_config(folder, text)
+    published.check_config(draft.folder, text)
     trimmed = None if size == text.vocab_size else size
     keys = {"drafter": published.name, "draft_vocab_size": trimmed}
     return build_recipe(recipe.values() | keys)
@@ -248,7 +245,9 @@ def forced_tokens(target: Vocabulary) -> set[int]:
     return {*target.all_stops, *target.tokenizer.all_special_ids, *byte_units(target.tokens)}
 
 
-def target_loader(recipe: Recipe, prompts: Prompts) -> functools._lru_cache_wrapper[Target]:
+def target_loader(
+    recipe: Recipe, pair: Pair, prompts: Prompts
+) -> functools._lru_cache_wrapper[Target]:
     """A function that loads the target at its first call. Its `cache_clear` frees the target.
 
     The target's context is long enough for every prompt with its output. Raises UserError if
@@ -259,11 +258,11 @@ def target_loader(recipe: Recipe, prompts: Prompts) -> functools._lru_cache_wrap
     new = max(recipe.max_new_tokens, recipe.answer_max_new_tokens)
     needed = context_length(ids, new, recipe.max_gamma)
     if recipe.draft is not None and not recipe.served:
-        folder = resolve_checkpoint(recipe.draft, weights=False)
-        if form := published_format(folder):
-            reads = form.positions(read_json(folder / "config.json"))
+        draft = pair.published or pair.draft
+        if form := published_format(draft.folder):
+            reads = form.positions(draft.config_json)
         else:
-            reads = longest_context(load_config(recipe.draft).get_text_config())
+            reads = longest_context(draft.text_config)
         if reads is not None and reads < needed:
             raise UserError(
                 f"draft {recipe.draft!r} reads {reads} positions, but the longest prompt and its "
@@ -271,19 +270,19 @@ def target_loader(recipe: Recipe, prompts: Prompts) -> functools._lru_cache_wrap
                 "max_new_tokens or answer_max_new_tokens, or name another draft. A published draft "
                 "learns longer texts if its config.json has a larger max_position_embeddings."
             )
-    if not recipe.served and recipe.answers != "vllm" and (sizes := too_large(recipe)):
+    if not recipe.served and recipe.answers != "vllm" and (sizes := too_large(recipe, pair.target)):
         raise UserError(
             f"{recipe.target!r} {sizes}. Spread it over several (accelerate launch --num_processes "
             "1 … --device_map auto), or let an engine compute it (answers: vllm, or server)."
         )
-    return functools.cache(lambda: load_target(recipe.target, dtype, device, needed))
+    return functools.cache(lambda: load_target(pair.target, dtype, device, needed))
 
 
-def too_large(recipe: Recipe) -> str:
+def too_large(recipe: Recipe, target: Checkpoint) -> str:
     """The sizes of target and GPU, if the target is for one GPU and larger than it; else ""."""
     if target_device(recipe) != "cuda":
         return ""
-    count, dtype = parameters(load_config(recipe.target).get_text_config()), recipe.dtype
+    count, dtype = parameters(target.text_config), recipe.dtype
     size, total = count * getattr(torch, dtype).itemsize, torch.cuda.mem_get_info()[1]
     sizes = f"takes {size / 2**30:.0f} GiB, but a GPU here has {total / 2**30:.0f}"
     return sizes if size > total else ""
@@ -305,16 +304,16 @@ def target_device(recipe: Recipe) -> str:
 
 def load_sibling(pair: Pair) -> PreTrainedModel:
     """The pair's draft in fp32, over the target's vocabulary."""
-    model = load_model(pair.draft.spec, torch.float32)
+    model, words = pair.draft.load(torch.float32), pair.draft.vocabulary
     ends = vars(model.generation_config)
     # a config with a temperature but without do_sample cannot be saved
     model.generation_config = GenerationConfig(
         **{name: ends.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     )
+    rows = pair.target.vocabulary.vocab_size
     if pair.vocab_map is not None:
-        rows = pair.target.vocab_size
-        return transplant(model, pair.vocab_map, pair.target, pair.draft, rows)
-    return resized(model, pair.draft, pair.target.vocab_size)
+        return transplant(model, pair.vocab_map, pair.target.vocabulary, words, rows)
+    return resized(model, words, rows)
 
 
 def head_entries(token_ids: Tensor | None, vocab_size: int) -> Tensor | None:

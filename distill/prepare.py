@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from align.checkpoint import Checkpoint
 from align.files import atomic_folder
-from align.sources import resolve_checkpoint
 from align.trim import choose_tokens, coverage_curve, lost_mass
 from distill.drafters.kind import Draft, Origin, TargetEnds
 from distill.export import write_draft
@@ -23,7 +23,7 @@ from distill.recipe import Recipe
 from distill.teacher.states import states_of
 from distill.teacher.store import Answers, CachedAnswer
 from eval.decoding.drafters.drafter import Drafter
-from eval.decoding.drafters.loading import load_drafter
+from eval.decoding.drafters.loading import model_drafter
 from eval.decoding.target import Target
 
 
@@ -47,14 +47,14 @@ def _write_base(
 ) -> None:
     """Write a base draft made from the target into the folder; print what it is."""
     # reads all outputs, so only for a trimmed head
-    mass = functools.cache(lambda: domain_mass(answers, pair.target.vocab_size))
+    mass = functools.cache(lambda: domain_mass(answers, pair.target.vocabulary.vocab_size))
     ids = None
     if recipe.draft_vocab_size is not None and recipe.draft is None:
-        ids = choose_tokens(mass(), recipe.draft_vocab_size, forced_tokens(pair.target))
+        ids = choose_tokens(mass(), recipe.draft_vocab_size, forced_tokens(pair.target.vocabulary))
     base = _initialised(recipe, pair, target, ids, answers)
     with atomic_folder(folder) as partial:
         embedding = pair.target_embedding(getattr(torch, recipe.dtype))
-        recipe.kind.save(partial, base, embedding, recipe.target)
+        recipe.kind.save(partial, base, embedding, pair.target)
         pair.target.tokenizer.save_pretrained(partial)
     shape = f"{recipe.num_draft_layers} layers" if recipe.kind.language_model else recipe.kind_name
     if base.token_ids is not None:
@@ -80,7 +80,7 @@ def _initialised(
             recipe.max_gamma,
             pair.layers,
             pair.mask,
-            None if recipe.draft is None else resolve_checkpoint(recipe.draft),
+            None if pair.published is None else pair.published.folder,
             None if answers is None else states_of(answers.store, pair.layers),
             recipe.ttt_steps,
             None if answers is None else states_of(answers.store, pair.fit_layers),
@@ -107,7 +107,7 @@ def untrained_drafter(recipe: Recipe, pair: Pair, target: Target) -> Drafter:
     """A drafter of the recipe's kind and shape, to time a step before there are outputs."""
     with tempfile.TemporaryDirectory() as folder:
         write_untrained(recipe, pair, target, Path(folder))
-        return load_drafter(folder, target, pair.strategy)
+        return model_drafter(Checkpoint.open(folder), target, pair.strategy)
 
 
 def write_untrained(recipe: Recipe, pair: Pair, target: Target, folder: Path) -> None:
@@ -126,9 +126,9 @@ def write_untrained(recipe: Recipe, pair: Pair, target: Target, folder: Path) ->
 
 def print_coverage(pair: Pair, answers: Iterable[CachedAnswer]) -> None:
     """Print the share of the target's probability that each trimmed vocabulary would lose."""
-    mass = domain_mass(answers, pair.target.vocab_size)
+    mass = domain_mass(answers, pair.target.vocabulary.vocab_size)
     print("draft_vocab_size  lost probability")
-    for size, lost in coverage_curve(mass, forced_tokens(pair.target)):
+    for size, lost in coverage_curve(mass, forced_tokens(pair.target.vocabulary)):
         print(f"{size:>16}  {lost:>16.3%}")
 
 

@@ -19,10 +19,9 @@ from typing import Any
 
 from accelerate import PartialState
 
-from align.files import atomic_folder, write_json
+from align.checkpoint import Checkpoint
+from align.files import atomic_folder, read_json, write_json
 from align.machine import from_first
-from align.sources import load_config, read_json
-from align.vocabulary import Vocabulary
 from distill.recipe import RECIPES, Recipe
 from distill.teacher.logged_rows import logged_prompts, with_output_ids
 from eval.decoding.build import longest_context
@@ -67,7 +66,7 @@ class Prompts:
     held_out: PromptSet
 
 
-def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
+def collect_prompts(recipe: Recipe, target: Checkpoint) -> Prompts:
     """The prompts of a recipe, rendered to the target's ids. All processes must call it.
 
     If `keep_prompts` has written them, they are read from the run's folder, because a draft must be
@@ -104,14 +103,14 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
     return sets
 
 
-def _kept(recipe: Recipe, target: Vocabulary) -> Prompts:
+def _kept(recipe: Recipe, target: Checkpoint) -> Prompts:
     """The prompts that `keep_prompts` has written to a run's folder.
 
     Their ids are stored as well, because a chat template may render the date.
     """
     folder = recipe.folder / PROMPTS
     print(f"prompts: read from {folder}, because a run keeps its prompts")
-    ids = read_json(folder / IDS)
+    ids, has_template = read_json(folder / IDS), bool(target.vocabulary.chat_template)
 
     def part(name: str, source: str) -> PromptSet:
         path = folder / f"{name}.jsonl"
@@ -123,7 +122,7 @@ def _kept(recipe: Recipe, target: Vocabulary) -> Prompts:
                 f"{path} has {len(prompts)} prompts, but the run began with {len(ids[name])}; "
                 "restore the file, or start the run under another --name."
             )
-        return PromptSet(source, prompts, ids[name], chat_template=bool(target.chat_template))
+        return PromptSet(source, prompts, ids[name], chat_template=has_template)
 
     overlap = read_json(folder / OVERLAP)
     return Prompts(
@@ -135,17 +134,16 @@ def _kept(recipe: Recipe, target: Vocabulary) -> Prompts:
     )
 
 
-def _chosen(recipe: Recipe, target: Vocabulary) -> Prompts:
+def _chosen(recipe: Recipe, target: Checkpoint) -> Prompts:
     """The prompts that a recipe draws from its sources."""
-    config = load_config(recipe.target).get_text_config()
-    room = longest_context(config) - recipe.max_gamma - 1
+    room = longest_context(target.text_config) - recipe.max_gamma - 1
     lengths = recipe.max_prompt_length, recipe.long_prompts
 
     def rendered(source: str, new_tokens: int, part: list[Prompt]) -> PromptSet:
         asked = in_chat_form(
             part, recipe.instruction, target.tokenizer.chat_template, recipe.chat_template_kwargs
         )
-        rows = target.vocab_size
+        rows = target.vocabulary.vocab_size
         return render_set(source, asked, target.tokenizer, room, new_tokens, *lengths, rows)
 
     chosen = evaluation_prompts(recipe.eval_prompts, recipe.max_eval_prompts, recipe.seed)
@@ -160,7 +158,7 @@ def _chosen(recipe: Recipe, target: Vocabulary) -> Prompts:
     longest = max(recipe.answer_max_new_tokens, recipe.max_new_tokens)
     pool = rendered(spec, longest, prompts)
     if logged:
-        pool = with_output_ids(pool, target, recipe.answer_max_new_tokens)
+        pool = with_output_ids(pool, target.vocabulary, recipe.answer_max_new_tokens)
     measured_ids = set(map(tuple, measured.ids))  # a cut may have made prompts equal
     rendered_pool = zip(pool.prompts, pool.ids, strict=True)
     pool = pool.of_ids({p.id for p, ids in rendered_pool if tuple(ids) not in measured_ids})

@@ -28,13 +28,12 @@ from collections.abc import Sequence
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HTTPError
 
+from align.checkpoint import Checkpoint, refuse_damaged, weights_sha256
 from align.errors import UserError
-from align.files import atomic_folder, refuse_unwritable
-from align.sources import read_json, refuse_damaged, resolve_checkpoint
+from align.files import atomic_folder, read_json, refuse_unwritable
 from distill.card import TAG, Publication, derived_licence, draft_weights, in_one_file, write_card
 from distill.recipe import read_yaml
 from eval.decoding.drafters.mtp import SERVED
-from eval.decoding.target import weights_sha256
 from eval.reporting.fields import REFERENCE, Report, read_report
 
 # Files of an earlier push that may have no successor in this one.
@@ -148,7 +147,7 @@ def publish(
         raise UserError(
             "\n- ".join(["not to be published yet; --force does, and the card says why", *unmet])
         )
-    earlier = place == run / "published" or weights_sha256(str(place)) in weights
+    earlier = place == run / "published" or weights_sha256(place) in weights
     if place.exists() and not earlier and not (place.is_dir() and not any(place.iterdir())):
         raise UserError(f"{place} exists already: give the name of a new folder, or remove it")
     copy_draft(run, place, measured, Publication(name, licence, source, unmet))
@@ -156,7 +155,7 @@ def publish(
     target = place.with_name(f"{place.name}-target")
     if in_one_file(recipe["target"]) and to is not None and not target.exists():
         with atomic_folder(target) as folder:
-            shutil.copytree(resolve_checkpoint(recipe["target"]), folder, dirs_exist_ok=True)
+            shutil.copytree(Checkpoint.open(recipe["target"]).folder, folder, dirs_exist_ok=True)
         print(f"target: {target}")
     if push_to_hub is not None:
         print(f"pushed: {push_folder(place, push_to_hub, public)}")

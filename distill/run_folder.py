@@ -13,8 +13,7 @@ from accelerate import PartialState
 from filelock import FileLock, Timeout
 
 from align.errors import UserError
-from align.files import atomic_file, remove, write_json
-from align.sources import read_json, resolve_checkpoint
+from align.files import atomic_file, read_json, remove, write_json
 from align.vocab_map import VOCAB_MAP, save_map
 from distill.checkpoint import BEST, OPTIMIZER, last_checkpoint, launch_of, mark_complete
 from distill.models import Pair
@@ -22,7 +21,6 @@ from distill.prompt_sets import Prompts, keep_prompts
 from distill.recipe import Recipe, RecipeError, chosen_loss, dump, read_yaml
 from distill.teacher.answers import USED, AnsweringTarget
 from distill.teacher.store import names_of
-from eval.decoding.target import weights_sha256
 from eval.measuring.environment import made_by
 from eval.prompts import prompts_sha256
 
@@ -84,16 +82,17 @@ def claim_folder(
     RecipeError if the folder was claimed with another target, template or draft of the same name.
     """
     folder, path = recipe.folder, recipe.folder / MODELS
+    words, draft = pair.target.vocabulary, pair.published or pair.draft
     models = {
-        "tokenizer": pair.target.sha256,
-        "chat template": hashlib.sha256((pair.target.chat_template or "").encode()).hexdigest(),
+        "tokenizer": words.sha256,
+        "chat template": hashlib.sha256((words.chat_template or "").encode()).hexdigest(),
     }
     if target is not None:
         models["target weights"] = target.store.key["target weights"]
     elif not recipe.served:
-        models["target weights"] = str(weights_sha256(str(pair.target.folder)))
+        models["target weights"] = str(pair.target.sha256)
     if recipe.draft is not None:
-        models["draft weights"] = str(weights_sha256(str(resolve_checkpoint(recipe.draft))))
+        models["draft weights"] = str(draft.sha256)
     claimed = read_json(path) if path.exists() else {}
     if changed := [name for name in claimed if claimed[name] != models.get(name, claimed[name])]:
         raise RecipeError(
@@ -102,7 +101,7 @@ def claim_folder(
         )
     write_json(path, claimed | models)
     if pair.vocab_map is not None and not (folder / VOCAB_MAP).exists():
-        save_map(folder / VOCAB_MAP, pair.vocab_map, pair.target, pair.draft)
+        save_map(folder / VOCAB_MAP, pair.vocab_map, words, draft.vocabulary)
     write_json(folder / "vocab_check.json", pair.verdict.to_json() | {"used": pair.strategy})
     keep_prompts(folder, prompts)
     with atomic_file(folder / "recipe.yaml") as file:

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from align.checkpoint import Checkpoint
 from align.errors import UserError
-from align.files import atomic_file
-from align.sources import load_tokenizer, read_json
+from align.files import atomic_file, read_json
 from distill.prompt_sets import IDS, PROMPTS
 from distill.recipe import read_yaml
 from distill.teacher.answers import USED, to_answer
@@ -187,7 +187,7 @@ def rows_of(run: Path) -> list[Row]:
     Raw prompts have no such form, and outputs that are no longer cached are left out.
     """
     recipe, used = read_yaml(run / "recipe.yaml"), read_json(run / USED)
-    tokenizer, store = load_tokenizer(recipe["target"]), Store(Path(used["store"]))
+    tokenizer, store = Checkpoint.open(recipe["target"]).tokenizer, Store(Path(used["store"]))
     prompts = load_prompts(str(run / PROMPTS / "train.jsonl"))
     ids, times = read_json(run / PROMPTS / IDS)["train"], recipe["answers_per_prompt"]
     names = names_of(to_answer(ids, times, used["count"]), recipe["train_on_prompts"])

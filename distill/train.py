@@ -21,15 +21,16 @@ os.environ.setdefault("TQDM_DELAY", "1")  # read at tqdm's import; hides bars of
 import torch
 from accelerate import PartialState
 
+from align.cache import cache_folder
+from align.checkpoint import Checkpoint
 from align.errors import UserError
-from align.files import refuse_unwritable
+from align.files import read_json, refuse_unwritable
 from align.machine import free_memory, from_first, join_processes, use_machine, wait_on_host
-from align.sources import cache_folder, read_json
 from distill.clock import HERE, IN_ENGINE, Clock, answers_in_time
 from distill.dry_run import check_disk, dry_run
 from distill.evaluation import evaluate, evaluate_in_engine, in_engine
 from distill.export import export_draft
-from distill.models import Pair, check_models, target_loader, with_published_kind
+from distill.models import Pair, check_models, open_models, target_loader, with_published_kind
 from distill.prepare import fitted, prepare_draft, print_coverage
 from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe, load_recipe
@@ -67,23 +68,33 @@ def run(recipe: Recipe, measured: bool = True, summary: bool = True) -> int:
     recipe = replace(recipe, dtype=from_first(recipe.dtype))
     for folder in (recipe.folder, cache_folder() / "teacher"):
         refuse_unwritable(folder)
-    recipe = with_published_kind(recipe)
     training_config(recipe)  # raises errors of transformers now, not after minutes
+    models = open_models(recipe)
+    recipe = with_published_kind(recipe, *models)
     if recipe.dry_run:
-        return dry_run(recipe)
+        return dry_run(recipe, *models)
     refuse_another_run(recipe)
     shares = IN_ENGINE if measured and in_engine(recipe) else HERE
     with only_start(recipe.folder), Clock(recipe.folder, recipe.minutes, shares) as clock:
-        return run_stages(recipe, clock, measured, summary)
+        return run_stages(recipe, models, clock, measured, summary)
 
 
-def run_stages(recipe: Recipe, clock: Clock, measured: bool, summary: bool) -> int:
-    """All stages of a run; returns an exit status. Each stage resumes an interrupted run."""
+def run_stages(
+    recipe: Recipe,
+    models: tuple[Checkpoint, Checkpoint | None],
+    clock: Clock,
+    measured: bool,
+    summary: bool,
+) -> int:
+    """All stages of a run; returns an exit status. Each stage resumes an interrupted run.
+
+    models: target and draft of the recipe.
+    """
     main_process = PartialState().is_main_process
     clock.stage("Check the pair, collect prompts")
-    pair = check_models(recipe)
+    pair = check_models(recipe, *models)
     prompts = collect_prompts(recipe, pair.target)
-    load_target = target_loader(recipe, prompts)  # called only if `pair.decoded_here`
+    load_target = target_loader(recipe, pair, prompts)  # called only if `pair.decoded_here`
     draft_exists = from_first((recipe.folder / "draft").exists()) and not recipe.coverage_curve
     target = None if draft_exists else answering_target(recipe, pair, prompts, load_target)
     if main_process:

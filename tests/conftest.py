@@ -10,8 +10,9 @@ import torch
 from jinja2 import Environment
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from align.cache import cache_folder
+from align.fetch import from_hub
 from align.machine import use_machine
-from align.sources import _from_hub, cache_folder
 from eval.decoding.prompt_run import PromptRun
 from eval.engines.local_vllm import EngineMissing, vllm_python
 from eval.measuring.cost import StepCosts
@@ -86,7 +87,7 @@ def spared():
 def alone():
     """No test draws other numbers, or finds another's Hub, where other tests have run before it."""
     torch.manual_seed(0)
-    _from_hub.cache_clear()
+    from_hub.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from align.checkpoint import opened_weights
 from align.files import write_json
-from align.sources import opened_weights
 from distill.drafters.mtp import split_experts
 from eval.decoding.drafters.mtp import LAYER, build_mtp, stored_name
 

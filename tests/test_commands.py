@@ -25,6 +25,8 @@ def ended(request, tmp_path, monkeypatch):
     """The exit status of a command that meets an error: ended(error)."""
     module, called, arguments = COMMANDS[request.param]
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "T").mkdir()
+    (tmp_path / "T" / "config.json").write_text("{}")  # a checkpoint
 
     def end(error):
         def fail(*_, **__):

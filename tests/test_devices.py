@@ -9,6 +9,7 @@ import multiprocessing
 import traceback
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -27,6 +28,7 @@ from torch.utils.backend_registration import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from align.checkpoint import Checkpoint
 from distill.drafters import eagle3, medusa, pruned
 from distill.drafters.kind import Origin
 from distill.export import full_vocabulary
@@ -208,7 +210,7 @@ def answers(count=3):
 
 
 def as_target(model):
-    return Target("target", model, None, build_decoder(model, 64), frozenset({299}))
+    return Target(Checkpoint("target", Path()), model, build_decoder(model, 64), frozenset({299}))
 
 
 def as_drafter(model, ids):

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from align.sources import load_config
+from align.checkpoint import Checkpoint
 from eval.decoding.drafters.compact import COMPACT
 from eval.decoding.target import tensor_sha256
 
@@ -34,7 +34,7 @@ def write_compact(
 
 
 def tuned_config(
-    about: Mapping[str, Any], layers: PreTrainedConfig, embedding: Tensor, target: str
+    about: Mapping[str, Any], layers: PreTrainedConfig, embedding: Tensor, target: Checkpoint
 ) -> dict[str, Any]:
     """The config.json of a draft for `target`, whose layers have the config `layers`.
 
@@ -47,8 +47,8 @@ def tuned_config(
         own, keys = layers.to_dict(), type(layers)().to_dict()
         tuned["transformer_layer_config"] = {key: own[key] for key in keys} | shape
     if proposals := about.get("speculators_config"):
-        names = load_config(target).architectures
-        verifier = {"name_or_path": target, "architectures": names}
+        names = target.config.architectures
+        verifier = {"name_or_path": target.spec, "architectures": names}
         tuned["speculators_config"] = proposals | {"verifier": verifier}
     return tuned
 

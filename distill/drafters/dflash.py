@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 
+from align.checkpoint import Checkpoint
 from align.dflash_config import ARCHITECTURE, plain_config
-from align.sources import read_json
+from align.files import read_json
 from distill.drafters.attention import NO_TEXT, Attention, Marks, Rotary, rotated
 from distill.drafters.batch import (
     HeadInput,
@@ -81,7 +82,7 @@ class DFlash(DraftKind):
             model, token_ids = load_dflash(origin.published, embedding, whole, config)
         return Draft(_to_train(model, usual_sizes(origin), embedding), token_ids)
 
-    def save(self, folder: Path, draft: Draft, embedding: Tensor, target: str) -> None:
+    def save(self, folder: Path, draft: Draft, embedding: Tensor, target: Checkpoint) -> None:
         model: Any = draft.model
         shared = {EMBEDDING} if model.own_head else {EMBEDDING, HEAD}
         tensors = {

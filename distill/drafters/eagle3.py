@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from align.sources import read_json
+from align.checkpoint import Checkpoint
+from align.files import read_json
 from distill.drafters.attention import NO_TEXT, Attention, Marks, Rotary, rotated
 from distill.drafters.batch import (
     HeadInput,
@@ -98,7 +99,7 @@ class Eagle3(DraftKind):
         model.ttt_steps = origin.ttt_steps
         return Draft(model, token_ids)
 
-    def save(self, folder: Path, draft: Draft, embedding: Tensor, target: str) -> None:
+    def save(self, folder: Path, draft: Draft, embedding: Tensor, target: Checkpoint) -> None:
         model: Any = draft.model
         tensors = {
             name.removeprefix(PREFIX).replace(FIRST, model.first_layer): weight

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from align.checkpoint import Checkpoint
 from distill import drafters
 from distill.drafters.batch import HeadInput, Plan, TrainingBatch
 from distill.teacher.store import CachedAnswer
@@ -35,7 +36,7 @@ class TargetEnds(NamedTuple):
     A weight that the checkpoint has only quantised is empty (on the device `meta`).
     """
 
-    spec: str
+    checkpoint: Checkpoint
     model: PreTrainedModel
 
 
@@ -153,11 +154,10 @@ class DraftKind:
     def from_sibling(self, model: PreTrainedModel, mask: int | None, max_gamma: int) -> None:
         """Make a sibling over the target's ids a draft of this kind, in place. mask: see Origin."""
 
-    def save(self, folder: Path, draft: Draft, embedding: Tensor, target: str) -> None:
+    def save(self, folder: Path, draft: Draft, embedding: Tensor, target: Checkpoint) -> None:
         """Write the draft to an existing folder, as `load` and the reference decoder read it.
 
-        embedding: the target's [V, H]; the draft gets its dtype, and its hash is stored. target:
-        the target's name.
+        embedding: the target's [V, H]; the draft gets its dtype, and its hash is stored.
         """
         raise NotImplementedError
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from align.checkpoint import Checkpoint
 from distill.drafters.batch import (
     HeadInput,
     Plan,
@@ -71,7 +72,7 @@ class Medusa(DraftKind):
             )
         return Draft(model, origin.token_ids)
 
-    def save(self, folder: Path, draft: Draft, embedding: Tensor, target: str) -> None:
+    def save(self, folder: Path, draft: Draft, embedding: Tensor, target: Checkpoint) -> None:
         tensors = dict(draft.model.state_dict())
         if draft.token_ids is not None:
             tensors["token_map"] = draft.token_ids.cpu()

@@ -6,9 +6,10 @@ rows, T tokens, H hidden size.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from align.checkpoint import Checkpoint
 from align.files import write_json
-from align.sources import load_config, opened_weights, resolve_checkpoint, weight_files
 from distill.drafters.batch import (
     HeadInput,
     Plan,
@@ -59,15 +60,15 @@ class Mtp(DraftKind):
 
     def initialise(self, origin: Origin) -> Draft:
         target = origin.target
-        folder = origin.published or resolve_checkpoint(target.spec)
+        folder = origin.published or target.checkpoint.folder
         config = target.model.config.get_text_config()
         embedding = origin.embedding
         return Draft(to_train(load_mtp(folder, embedding, origin.head(), config), embedding))
 
-    def save(self, folder: Path, draft: Draft, embedding: Tensor, target: str) -> None:
-        config, source = load_config(target).get_text_config(), resolve_checkpoint(target)
+    def save(self, folder: Path, draft: Draft, embedding: Tensor, target: Checkpoint) -> None:
+        config, source = copy.deepcopy(target.text_config), target.folder
         trained = {name for name, _ in draft.model.named_parameters()}
-        files = names_by_file(source)
+        files = target.names()
         tensors = {}
         for name, tensor in draft.model.state_dict().items():
             stored = tensor.to(embedding.dtype) if name in trained else tensor
@@ -75,8 +76,7 @@ class Mtp(DraftKind):
                 tensors[stored_name(HEAD, config)] = stored
             elif name.startswith(LAYER):
                 place = stored_name(name.removeprefix(LAYER), config)
-                whole = any(place in names for names in files.values())
-                tensors |= {place: stored} if whole else split_experts(place, stored)
+                tensors |= {place: stored} if place in files else split_experts(place, stored)
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         config.architectures = [ARCHITECTURE]
@@ -163,37 +163,28 @@ def split_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
     }
 
 
-def names_by_file(checkpoint: Path) -> dict[Path, list[str]]:
-    """The names of the tensors in each file of a checkpoint."""
-    names = {}
-    for path in weight_files(checkpoint):
-        with opened_weights(path) as file:
-            names[path] = list(file.keys())
-    return names
-
-
 def link_target(
     folder: Path,
     target: Path,
-    files: Mapping[Path, Sequence[str]],
+    files: Mapping[str, Path],
     tensors: Mapping[str, Tensor],
 ) -> None:
     """Write `served/`: the target with the layer of this folder, for engines.
 
     The target's files are links, so nothing is copied. The names of `tensors` are in one more
     shard, which sorts last: vLLM reads all tensors of each shard, and keeps the last of a name.
-    files: the names in each of the target's files.
+    files: the target's file of each tensor.
     """
     served, shard = folder / SERVED, "tuned-mtp.safetensors"
     served.mkdir()
     places: dict[str, str] = {}
     size = 0
-    for path, names in files.items():
+    for path in sorted(set(files.values())):
         # beside a file model.safetensors, no index is read
         link = path.name.replace("model.safetensors", "model-target.safetensors")
         (served / link).symlink_to(path.resolve())
         size += path.stat().st_size
-        places |= dict.fromkeys(names, link)
+        places |= {name: link for name, file in files.items() if file == path}
     for path in target.iterdir():
         if path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
             (served / path.name).symlink_to(path.resolve())

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from align.sources import load_model, opened_weights
+from align.checkpoint import Checkpoint, opened_weights
 from distill.drafters.initialisation import FrozenEmbedding, least_squares
 from distill.drafters.kind import Draft, Origin
 from distill.drafters.language_model import LanguageModel
@@ -49,7 +49,7 @@ class Pruned(LanguageModel):
         trained = head if ids is None else head[ids]
         return Draft(build_pruned(origin.target.model, origin.num_layers, trained), ids, head)
 
-    def save(self, folder: Path, draft: Draft, embedding: Tensor, target: str) -> None:
+    def save(self, folder: Path, draft: Draft, embedding: Tensor, target: Checkpoint) -> None:
         """As engines load it: over the whole vocabulary, and with the embedding."""
         model = draft.model
         if draft.token_ids is not None:
@@ -59,7 +59,7 @@ class Pruned(LanguageModel):
         self.exported(model).save_pretrained(folder)
 
     def load(self, folder: Path, embedding: Tensor, head: Callable[[], Tensor]) -> Draft:
-        model: Any = load_model(str(folder), embedding.dtype)
+        model: Any = Checkpoint.open(folder).load(embedding.dtype)
         model.set_input_embeddings(FrozenEmbedding(embedding))
         if not (folder / TOKEN_IDS).exists():
             return Draft(model)

@@ -15,10 +15,10 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
+from align.checkpoint import Checkpoint
 from align.errors import UserError
 from align.files import write_json
 from align.machine import free_memory, from_first
-from align.vocabulary import Vocabulary
 from distill.teacher.store import (
     TAUGHT,
     Answers,
@@ -32,7 +32,7 @@ from distill.teacher.store import (
 )
 from eval.decoding.generation import Kept, generate_batched, prefill_groups, tokens_bar
 from eval.decoding.loop import seed_of
-from eval.decoding.target import Target, weights_sha256
+from eval.decoding.target import Target
 from eval.engines.local_vllm import EngineMissing, vllm_python
 
 FIT_MARGIN = 1.5  # the first outputs may be shorter than the mean
@@ -63,14 +63,14 @@ def who_answers(
     return "vllm", "on a GPU it should be faster than the reference decoder (not measured yet)"
 
 
-def open_store(settings: AnswerSettings, target: Vocabulary, dtype: str, stores: Path) -> Store:
+def open_store(settings: AnswerSettings, target: Checkpoint, dtype: str, stores: Path) -> Store:
     """The store of this target's outputs, in the folder `stores`. All processes must call it.
 
     Raises UserError if the first process's machine has another target.
     """
     key = {}
     if PartialState().is_local_main_process:  # it reads all the target's weights
-        key = {"target weights": weights_sha256(str(target.folder)), "dtype": dtype}
+        key = {"target weights": target.sha256, "dtype": dtype}
     first = from_first(key)
     if key not in ({}, first):
         raise UserError(

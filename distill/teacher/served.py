@@ -20,9 +20,9 @@ from accelerate import PartialState
 from pydantic import BaseModel, Field, ValidationError
 from tqdm import tqdm
 
+from align.checkpoint import Checkpoint
+from align.files import read_json
 from align.machine import from_first
-from align.sources import load_tokenizer, read_json
-from align.vocabulary import Vocabulary
 from distill.teacher.answers import USED, Answerer, AnsweringTarget, Made, with_own
 from distill.teacher.store import Answers, AnswerSettings, CachedAnswer, Record, Store
 from eval.decoding.loop import seed_of
@@ -279,7 +279,7 @@ class ServedTarget(AnsweringTarget):
 
     by: ClassVar[Answerer] = "server"
     patience = PATIENT  # retries of a failed request
-    target: Vocabulary
+    target: Checkpoint
     prompts: list[list[int]]
     running: Server | None = None
     witnesses: list[CachedAnswer] = field(default_factory=list)
@@ -302,7 +302,7 @@ class ServedTarget(AnsweringTarget):
 
         def answer(item: tuple[str, list[int]]) -> tuple[str, Record]:
             name, prompt = item
-            return name, self.output(name, prompt, request).packed(self.target.vocab_size)
+            return name, self.output(name, prompt, request).packed(request.vocab_size)
 
         with ThreadPool(min(self.settings.batch_size, len(missing))) as pool:
             answers = pool.imap_unordered(answer, missing.items())
@@ -324,7 +324,7 @@ class ServedTarget(AnsweringTarget):
             decoding.max_new_tokens,
             self.settings.top_k,
             decoding.stops,
-            self.target.vocab_size,
+            self.target.vocabulary.vocab_size,
         )
 
     def ask(
@@ -355,7 +355,7 @@ class ServedTarget(AnsweringTarget):
     def _check_server(self) -> None:
         """Raise ServerError where tokenizer, output or distribution are not the target's."""
         request, longest = self.request(), max(self.prompts, key=len)
-        first, tokenizer = replace(request, max_tokens=1), load_tokenizer(self.target.spec)
+        first, tokenizer = replace(request, max_tokens=1), self.target.tokenizer
         for text in [TEXT, *(str(tokenizer.decode(ids)) for ids in self.prompts[:8])]:
             self.ask(tokenizer(text, add_special_tokens=False)["input_ids"], first, text=text)
         self.ask(longest, request)  # only a complete output can show every fault

@@ -22,8 +22,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from align.checkpoint import opened_weights
 from align.files import remove
-from align.sources import load_config, opened_weights
 from distill.drafters.kind import TargetEnds
 from distill.models import Pair, target_device, target_ends
 from distill.recipe import Recipe
@@ -47,8 +47,7 @@ def state_reader(
 
     The vLLM is started if states are missing, and ends with the block.
     """
-    config = load_config(recipe.target)
-    nested = config.get_text_config() is not config  # not read by `target_ends`
+    nested = pair.target.text_config is not pair.target.config  # not read by `target_ends`
     if not isinstance(target, StartedVllm) or not recipe.kind.served_states or nested:
         yield LocalStates(load)
         return
@@ -114,7 +113,7 @@ class VllmStates:
         return model.base_model.norm.float()
 
     def read(self, texts: Sequence[Tensor], layers: Sequence[int]) -> Iterator[Tensor]:
-        depth = self.pair.target.config["num_hidden_layers"]
+        depth = self.pair.target.text_config.num_hidden_layers
         columns = [self.layers.index(layer) for layer in layers]
         one = functools.partial(extracted, self.server)
         with ThreadPool(min(self.answering.settings.batch_size, len(texts))) as pool:

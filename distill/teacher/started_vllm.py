@@ -10,7 +10,6 @@ from typing import Any
 from accelerate import PartialState
 
 from align.machine import from_first
-from align.sources import quantisation
 from distill.models import Pair, target_device
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe
@@ -38,12 +37,13 @@ def answering_target(
     recipe: Recipe, pair: Pair, prompts: Prompts, load: Callable[[], Target]
 ) -> AnsweringTarget:
     """The target in this process, in a vLLM of this run, or behind a server."""
-    settings, stores = recipe.answer_settings(pair.target.all_stops), stores_of(recipe.folder)
+    settings, stores = recipe.answer_settings(pair.target.stops), stores_of(recipe.folder)
     prompted = prompts.held_out.ids + to_answer(
         prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers
     )
+    words = pair.target.vocabulary
     if recipe.answers == "logged":
-        log = Log([prompts.held_out, prompts.training], recipe.answer_temperature, pair.target)
+        log = Log([prompts.held_out, prompts.training], recipe.answer_temperature, words)
         if not recipe.served:
             store = open_store(settings, pair.target, recipe.dtype, stores)
             return LocalReader(store, settings, load, log=log)
@@ -97,9 +97,9 @@ class StartedVllm(ServedTarget):
         """vLLM's arguments for this target, long enough for each prompt with its output."""
         positions = max(map(len, self.prompts)) + self.settings.decoding.max_new_tokens
         # vLLM refuses float32 for most quantised targets
-        dtype = "auto" if quantisation(self.target.folder) else self.dtype
+        dtype = "auto" if self.target.quantisation else self.dtype
         arguments = ["--dtype", dtype, "--max-model-len", str(positions)]
-        return arguments + (gpu_arguments(self.target.folder) or ON_CPU)
+        return arguments + (gpu_arguments(self.target) or ON_CPU)
 
     def start(self) -> None:
         if self.running is not None or not PartialState().is_main_process:

@@ -28,10 +28,11 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from align.errors import UserError
+from align.cache import cache_folder, file_sha256
+from align.checkpoint import opened_weights
+from align.errors import SourceError, UserError
 from align.files import atomic_file, locked, write_json
 from align.machine import from_first, shared_by_all, wait_on_host
-from align.sources import SourceError, cache_folder, file_sha256, opened_weights
 from eval.decoding.loop import Decoding
 
 TEACHER = "teacher"  # the folder of all stores, in the cache or in a run's folder

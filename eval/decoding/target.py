@@ -1,25 +1,16 @@
-"""Loads the target. Functions for the bytes and hashes of any model."""
+"""Loads the target. Functions for the bytes of any model, and the hash of a tensor."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from align.sources import (
-    file_sha256,
-    load_model,
-    load_tokenizer,
-    resolve_checkpoint,
-    weight_files,
-)
-from align.vocabulary import stop_tokens
+from align.checkpoint import Checkpoint
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters import LOOKUP_FIRST
 from eval.decoding.forward import Decoder
 
 
@@ -27,9 +18,8 @@ from eval.decoding.forward import Decoder
 class Target:
     """The target as transformers' `model` and as our `decoder`, on the same weights."""
 
-    spec: str
+    checkpoint: Checkpoint
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
     decoder: Decoder
     stops: frozenset[int]
 
@@ -42,34 +32,21 @@ class Target:
         return self.decoder.embedding.shape[0]
 
 
-def load_target(spec: str, dtype: torch.dtype, device: str, context_length: int) -> Target:
-    """The target of a spec, for contexts of up to `context_length` tokens.
+def load_target(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: str, context_length: int
+) -> Target:
+    """The target, for contexts of up to `context_length` tokens.
 
-    device: see `load_model`. Raises UserError for a model that cannot be read or decoded here.
+    device: see `Checkpoint.load`. Raises UserError for a model that cannot be read or decoded here.
     """
-    model, tokenizer = load_model(spec, dtype, device), load_tokenizer(spec)
-    decoder = build_decoder(model, context_length)
-    stops = stop_tokens(resolve_checkpoint(spec), tokenizer)
-    return Target(spec, model, tokenizer, decoder, stops)
+    model = checkpoint.load(dtype, device)
+    return Target(checkpoint, model, build_decoder(model, context_length), checkpoint.stops)
 
 
 def tensor_sha256(tensor: Tensor) -> str:
     """sha256 of a tensor's bytes; the tensor may be on any device."""
     data = tensor.detach().contiguous().view(torch.uint8).cpu().numpy()
     return hashlib.sha256(data.data).hexdigest()
-
-
-def weights_sha256(path: str) -> str | None:
-    """The sha256 of a draft's weight file; for several files, of the text that `sha256sum` prints.
-
-    path: as in a log, with or without `lookup-first:`. None if it names no files on this machine.
-    """
-    place = Path(path.removeprefix(LOOKUP_FIRST))
-    files = [place] if place.is_file() else weight_files(place)
-    lines = [f"{file_sha256(file)}  {file.name}\n" for file in files]
-    if len(lines) > 1:
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
-    return lines[0].partition(" ")[0] if lines else None
 
 
 def device_count(model: PreTrainedModel) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar, NoReturn, TypeVar
 
-from align.sources import load_config, resolve_checkpoint
+from align.checkpoint import Checkpoint
 from eval.decoding.build import longest_context
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import SampleMethod
@@ -172,9 +172,9 @@ class Servers(ABC):
 
     client: of a server. program: finds the engine's program; raises UserError if there is none.
     rule: verification of sampled tokens.
-    target, drafts: specs. scratch: a folder for converted checkpoints. positions: most tokens of a
-    prompt with its output. slots: most requests at a time. given: the user's arguments, which have
-    priority.
+    drafts: specs. scratch: a folder for converted checkpoints. positions: most tokens of a prompt
+    with its output. slots: most requests at a time. given: the user's arguments, which have
+    priority. opened: the drafts that are models, by their specs.
     installed: JSON that changes with the engine's version. arguments: of all servers. variables:
     of their environment, unless the user sets them. unreadable: reasons by the draft's spec.
     device: its kind, as cpu or cuda. hardware: its model name. dtype: of the target. runner: the
@@ -185,13 +185,14 @@ class Servers(ABC):
     program: ClassVar[Callable[[], Path]]
     rule: ClassVar[str] = "the server's own rule"
 
-    target: str
+    target: Checkpoint
     drafts: Collection[str]
     scratch: Path
     positions: int
     slots: int
     given: Sequence[str]
 
+    opened: dict[str, Checkpoint] = field(init=False, default_factory=dict)
     installed: list[Any] = field(init=False)
     arguments: list[str] = field(init=False)
     variables: dict[str, str] = field(init=False, default_factory=dict)
@@ -202,10 +203,9 @@ class Servers(ABC):
     runner: str | None = field(init=False, default=None)
 
     @staticmethod
-    def longest(target: str) -> int:
+    def longest(target: Checkpoint) -> int:
         """The target's context length in tokens."""
-        config = load_config(str(resolve_checkpoint(target, quantised=True)))
-        return longest_context(config.get_text_config())
+        return longest_context(target.text_config)
 
     @abstractmethod
     def __post_init__(self) -> None:

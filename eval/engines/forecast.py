@@ -20,6 +20,7 @@ import numpy as np
 from pydantic import Field
 from tqdm import tqdm
 
+from align.checkpoint import Checkpoint
 from eval.decoding.loop import Decoding
 from eval.engines.comparison import WARM_UP
 from eval.engines.engine_server import EngineServer, Servers
@@ -128,7 +129,7 @@ def timed_step(
 
 def forecast_gains(
     engine: type[Servers],
-    target: str,
+    target: Checkpoint,
     drafts: Mapping[str, str],
     gammas: Sequence[int],
     prompts: PromptSet,
@@ -175,7 +176,7 @@ def forecast_gains(
             raise ServerError("Nothing was timed: the warnings say why; read the servers' logs.")
     return Forecast(
         schema_name="draftsmith-forecast/1",
-        target=target,
+        target=target.spec,
         prompt_tokens=float(np.mean([*map(len, prompts.ids)])),
         environment=Environment(**machine),
         gains=gains,

@@ -18,8 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from align.cache import cache_folder
+from align.checkpoint import Checkpoint
 from align.errors import UserError
-from align.sources import cache_folder, gguf_kind, gguf_value, load_config, resolve_file
+from align.from_gguf import value_of
 from align.to_gguf import DFLASH, EAGLE3, refuse_target, write_gguf
 from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
 from eval.decoding.loop import Decoding, seed_of
@@ -201,15 +203,15 @@ class LlamaServers(Servers):
     def __post_init__(self) -> None:
         program = self.program()
         self.installed = [str(program), program.stat().st_size, program.stat().st_mtime_ns]
-        self.dtype = gguf_kind(self.target) or str(load_config(self.target).dtype)
+        self.dtype = self.target.gguf_kind or str(self.target.config.dtype)
         self.dtype = self.dtype.removeprefix("torch.")
         kinds = {"float32": "f32", "float16": "f16"}
         self.model, _ = self._gguf(self.target, kinds.get(self.dtype, "bf16"))
         self.files: dict[str, tuple[Path, str]] = {}
         for draft in {*self.drafts} - {LOOKUP}:
             try:
-                spec = draft.removeprefix(LOOKUP_FIRST)
-                self.files[draft] = self._gguf(spec, DRAFT_KIND, self.model)
+                self.opened[draft] = Checkpoint.open(draft.removeprefix(LOOKUP_FIRST))
+                self.files[draft] = self._gguf(self.opened[draft], DRAFT_KIND, self.model)
             except (UserError, OSError) as error:
                 self.unreadable[draft] = str(error)
         # One cache of prompts is switched off by each request, the other one here.
@@ -224,10 +226,10 @@ class LlamaServers(Servers):
         self.hardware = ", ".join(gpus) or cpu_model()
 
     @staticmethod
-    def longest(target: str) -> int:
-        if gguf_kind(target) is None:
+    def longest(target: Checkpoint) -> int:
+        if target.gguf_kind is None:
             return Servers.longest(target)
-        return int(gguf_value(target, "ARCH.context_length"))
+        return int(value_of(target.source, "ARCH.context_length"))
 
     def lengths(self, draft: str, gammas: Sequence[int]) -> Sequence[int]:
         """n-grams alone have one length, because a match costs no draft step."""
@@ -236,15 +238,16 @@ class LlamaServers(Servers):
 
     def longest_draft(self, draft: str) -> int | None:
         file, architecture = self.files.get(draft, (None, None))
-        size = gguf_value(str(file), "ARCH.block_size") if architecture == DFLASH else None
+        size = value_of(file, "ARCH.block_size") if file and architecture == DFLASH else None
         return None if size is None else size - 1  # a block's first slot is the newest token
 
     def command(
         self, draft: str, gamma: int, draft_sample_method: SampleMethod | None
     ) -> list[str]:
         """As in Servers; checkpoints are named as GGUF files, which `align.to_gguf` writes."""
-        spec, (_, architecture) = draft.removeprefix(LOOKUP_FIRST), self.files.get(draft, ("", ""))
-        model = None if draft == LOOKUP else (as_gguf(spec), architecture)
+        model = None
+        if draft != LOOKUP:
+            model = as_gguf(self.opened[draft]), self.files[draft][1]
         words = ["llama-server", "--model", str(as_gguf(self.target))]
         return [*words, *drafting(draft, model, gamma, self.sampling), *self.given]
 
@@ -259,21 +262,21 @@ class LlamaServers(Servers):
         with served_here("llama-server", command, environment_of(program)) as address:
             yield address
 
-    def _gguf(self, spec: str, kind: str, target: Path | None = None) -> tuple[Path, str]:
+    def _gguf(self, model: Checkpoint, kind: str, target: Path | None = None) -> tuple[Path, str]:
         """A GGUF file of the model, and its architecture. target: a draft's, as a GGUF file."""
-        if gguf_kind(spec) is not None:
-            mask = gguf_value(spec, "tokenizer.ggml.mask_token_id")
-            architecture = str(gguf_value(spec, "general.architecture"))
+        if model.gguf_kind is not None:
+            mask = value_of(model.source, "tokenizer.ggml.mask_token_id")
+            architecture = str(value_of(model.source, "general.architecture"))
             if target and architecture in SPECULATION:
-                refuse_target(spec, target, mask)
-            return resolve_file(spec), architecture
+                refuse_target(model.spec, target, mask)
+            return model.source, architecture
         path = self.scratch / f"{len(list(self.scratch.iterdir()))}.gguf"
-        return path, write_gguf(spec, path, kind, target)
+        return path, write_gguf(model, path, kind, target)
 
 
-def as_gguf(spec: str) -> Path:
-    """The GGUF file of a spec, or the name of the file that is to be written."""
-    return resolve_file(spec) if gguf_kind(spec) else Path(f"{Path(spec).name}.gguf")
+def as_gguf(model: Checkpoint) -> Path:
+    """Its GGUF file, or the name of the file that is to be written."""
+    return model.source if model.gguf_kind else Path(f"{Path(model.spec).name}.gguf")
 
 
 def drafting(

@@ -20,21 +20,13 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from align.cache import cache_folder
 from align.check import compare
+from align.checkpoint import Checkpoint, weight_files
 from align.dflash_config import is_dflash
 from align.errors import UserError
-from align.sources import (
-    cache_folder,
-    load_config,
-    load_model,
-    load_tokenizer,
-    opened_weights,
-    read_json,
-    resolve_checkpoint,
-    weight_files,
-)
+from align.files import read_json
 from align.transplant import resized
-from align.vocabulary import read_vocabulary
 from eval.decoding.build import longest_context
 from eval.decoding.drafters import LOOKUP, mtp
 from eval.decoding.drafters.eagle3 import in_own_layout
@@ -161,29 +153,25 @@ def speculation(
     return ["--speculative-config", json.dumps(config)]
 
 
-def loadable_draft(
-    draft: str, target: Path, config: PreTrainedConfig, scratch: Path
-) -> tuple[Path, bool]:
+def loadable_draft(draft: Checkpoint, target: Checkpoint, scratch: Path) -> tuple[Path, bool]:
     """A folder of the draft for vLLM, and whether its token ids differ from the target's.
 
     vLLM refuses a draft with the target's ids but another vocab_size. If only the padding differs
     (Qwen2.5 has 151,936 or 152,064 entries), the folder is a copy in `scratch` with the target's
-    vocab_size. target, config: the target's folder and config. Raises UserError or OSError for a
-    draft that cannot be read.
+    vocab_size. Raises UserError or OSError for a draft that cannot be read.
     """
-    folder = resolve_checkpoint(draft, quantised=True)
-    about, rows = read_json(folder / "config.json"), config.get_text_config().vocab_size
+    draft.fetch()
+    folder, about, rows = draft.folder, draft.config_json, target.text_config.vocab_size
     plain = about.get("model_type") in CONFIG_MAPPING and not about.get("quantization_config")
     if not plain or published_format(folder) or not any(folder.glob("tokenizer*")):
         return folder, False
-    vocabulary = read_vocabulary(draft)
-    strategy = compare(read_vocabulary(str(target)), vocabulary).strategy
+    strategy = compare(target, draft).strategy
     if strategy != "padded" or about.get("vocab_size", rows) == rows:
         return folder, strategy in ("remap", "intersection")
     dtype = getattr(torch, str(about.get("dtype") or about.get("torch_dtype") or "float32"))
     copy = scratch / str(len(list(scratch.iterdir())))
-    resized(load_model(draft, dtype), vocabulary, rows).save_pretrained(copy)
-    load_tokenizer(draft).save_pretrained(copy)
+    resized(draft.load(dtype), draft.vocabulary, rows).save_pretrained(copy)
+    draft.tokenizer.save_pretrained(copy)
     return copy, False
 
 
@@ -208,13 +196,13 @@ class VllmServers(Servers):
                 f"{Path(build[0]).stem} computes on GPUs, but torch {torch.__version__} here "
                 "sees none; install a torch for GPUs, or a vLLM for CPUs (docs/engines.md)."
             )
-        self.path = resolve_checkpoint(self.target, quantised=True)
-        config = load_config(str(self.path))
-        self.dtype = computed_dtype(self.given, config)
+        self.target.fetch()
+        self.dtype = computed_dtype(self.given, self.target.config)
         self.loadable: dict[str, tuple[str | Path, bool]] = {d: (d, False) for d in METHODS}
         for draft in {*self.drafts} - METHODS.keys():
             try:
-                self.loadable[draft] = loadable_draft(draft, self.path, config, self.scratch)
+                model = self.opened[draft] = Checkpoint.open(draft)
+                self.loadable[draft] = loadable_draft(model, self.target, self.scratch)
                 folder, own_ids = self.loadable[draft]
                 asked = json.loads(speculation(folder, 1, None, own_ids)[1])
                 if asked["method"] == "medusa" and release >= [0, 33]:
@@ -225,12 +213,11 @@ class VllmServers(Servers):
                 # vLLM's second model runner cuts the server's context to that of such a draft
                 first_runner = own_ids or "parallel_drafting" in asked
                 if asked["method"] == "draft_model" and release >= [0, 33] and not first_runner:
-                    text = load_config(str(folder)).get_text_config()
-                    self.positions = min(self.positions, longest_context(text))
+                    self.positions = min(self.positions, longest_context(model.text_config))
             except (UserError, OSError) as error:
                 self.unreadable[draft] = str(error)
         folders = [folder for folder, _ in self.loadable.values() if isinstance(folder, Path)]
-        on_gpus = gpu_arguments(self.path, folders)
+        on_gpus = gpu_arguments(self.target, folders)
         # The dtype is the default of `vllm serve`. The prefix cache is off, because with it the
         # second request of a prompt is faster than the first.
         self.arguments = ["--dtype", "auto", "--max-model-len", str(self.positions)]
@@ -268,7 +255,8 @@ class VllmServers(Servers):
                 return []
             draft = named(draft, folder)
         drafting = speculation(draft, gamma, Path(folder), own_ids, draft_sample_method)
-        return ["vllm", "serve", named(self.target, self.path), *self.split, *self.given, *drafting]
+        target = named(self.target.spec, self.target.folder)
+        return ["vllm", "serve", target, *self.split, *self.given, *drafting]
 
     @contextmanager
     def serve(
@@ -279,7 +267,7 @@ class VllmServers(Servers):
         if draft:
             drafting = speculation(folder, gamma, None, own_ids, draft_sample_method)
         log = self.scratch / "log"
-        with serve_vllm(self.path, *drafting, *self.arguments, log_file=log) as address:
+        with serve_vllm(self.target.folder, *drafting, *self.arguments, log_file=log) as address:
             if self.device == "cuda":
                 second = SECOND_RUNNER in log.read_text(encoding="utf-8", errors="replace")
                 self.runner = "second" if second else "first"
@@ -305,27 +293,25 @@ def has_several_k_norms(folder: Path) -> bool:
     form = published_format(folder)
     if form is None or form.name != "dflash":
         return False
-    norms = []
-    for path in weight_files(folder):
-        with opened_weights(path) as file:
-            names = [name for name in file.keys() if name.endswith("k_norm.weight")]  # noqa: SIM118
-            norms += [file.get_tensor(name) for name in names]
+    tensors = Checkpoint.open(folder).tensors(lambda name: name.endswith("k_norm.weight"))
+    norms = [*tensors.values()]
     return any(not torch.equal(norm, norms[0]) for norm in norms)
 
 
-def gpu_arguments(target: Path, drafts: Sequence[Path] = ()) -> list[str]:
+def gpu_arguments(target: Checkpoint, drafts: Sequence[Path] = ()) -> list[str]:
     """The arguments for the fewest GPUs that hold the weights; [] without a GPU.
 
-    target, drafts: folders. Drafts are split in the same way as the target; one is served at a
+    drafts: folders. Drafts are split in the same way as the target; one is served at a
     time.
     """
     gpus = torch.cuda.device_count()
     if not gpus:
         return []
-    *fewer, count = tensor_parallel(gpus, load_config(str(target)), drafts)
+    *fewer, count = tensor_parallel(gpus, target.config, drafts)
     # GPU with the least free memory; rounded down, because vLLM refuses more than is free
     free, total = min((torch.cuda.mem_get_info(gpu) for gpu in range(count)), key=min)
-    sizes = [sum(f.stat().st_size for f in weight_files(folder)) for folder in (target, *drafts)]
+    folders = target.folder, *drafts
+    sizes = [sum(f.stat().st_size for f in weight_files(folder)) for folder in folders]
     weights, room = sizes[0] + max(sizes[1:], default=0), WEIGHTS * MOST_OF_GPU * free
     count = next((parts for parts in fewer if weights <= parts * room), count)
     share = int(100 * MOST_OF_GPU * free / total) / 100

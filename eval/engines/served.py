@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
+from align.checkpoint import Checkpoint
 from align.errors import UserError, masked_arguments
-from align.sources import cached_checkpoint, gguf_kind, weight_files
-from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
+from eval.decoding.drafters import LOOKUP
 from eval.engines.comparison import (
     WARM_UP,
     Comparison,
@@ -151,7 +151,7 @@ def measure_servers(
 
 def measure_started(
     engine: type[Servers],
-    target: str,
+    target: Checkpoint,
     drafts: Mapping[str, str],
     gammas: Sequence[int],
     task: Task,
@@ -190,7 +190,7 @@ def measure_started(
             servers.installed,
             [*arguments],
             machine["server_variables"],
-            target,
+            target.spec,
             _files(target),
         ]
         told: list[list[Any]] = []  # what servers tell of themselves
@@ -227,7 +227,7 @@ def measure_started(
             facts = _facts(draft, gamma, gamma in gammas or draft == LOOKUP)
             if draft not in servers.unreadable:
                 facts["serve"] = masked_arguments(servers.command(draft, gamma, method))
-            identity = [shared, draft, gamma, _files(draft), method]
+            identity = [shared, draft, gamma, _files(servers.opened.get(draft)), method]
             contenders.append(
                 Contender(partial(serving, draft, gamma, named), named, facts, identity)
             )
@@ -244,8 +244,8 @@ def measure_started(
     return _report(
         comparison,
         servers.rule,
-        target=target,
-        target_quantization=gguf_kind(target),
+        target=target.spec,
+        target_quantization=target.gguf_kind,
         device=servers.device,
         dtype=servers.dtype,
         environment=machine,
@@ -294,12 +294,13 @@ def _identity(server: EngineServer) -> list[Any]:
     return [server.address, server.model, server.version]
 
 
-def _files(spec: str) -> list[Any]:
-    """What changes with the weights of a spec: a revision of the Hub; the files of a folder."""
-    path = cached_checkpoint(spec.removeprefix(LOOKUP_FIRST))
-    files = [path] if path.is_file() else weight_files(path)
+def _files(model: Checkpoint | None) -> list[Any]:
+    """What changes with a model's weights: a revision of the Hub; the files of a folder."""
+    if model is None:
+        return []
+    files = [model.source] if model.source.is_file() else model.files
     facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return [path.name, facts]
+    return [model.source.name, facts]
 
 
 def _facts(path: str, gamma: int | None, asked: bool = True) -> dict[str, Any]:

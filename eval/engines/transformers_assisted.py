@@ -24,10 +24,9 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.generation import BaseStreamer
 
 from align.check import compare
+from align.checkpoint import Checkpoint
 from align.errors import UserError
-from align.sources import load_model
 from align.transplant import resized
-from align.vocabulary import read_vocabulary
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.target import device_count, model_bytes
@@ -167,17 +166,17 @@ class Assisted:
 
 
 def load_drafts(
-    spec: str, model: Any, drafts: Mapping[str, str], dtype: torch.dtype
+    target: Checkpoint, model: Any, drafts: Mapping[str, str], dtype: torch.dtype
 ) -> dict[str, Draft]:
-    """The drafts of these specs, by name. spec, model: of the target.
+    """The drafts of these specs, by name. model: of the target.
 
     Raises SourceError for a draft that cannot be read, UserError for a draft that transformers
     cannot use without loss.
     """
     if model._is_stateful:
         raise UserError(
-            f"transformers decodes {spec} without drafts only, because its cache cannot go back; "
-            "measure it with --engine torch or vllm."
+            f"transformers decodes {target.spec} without drafts only, because its cache cannot go "
+            "back; measure it with --engine torch or vllm."
         )
     loaded = {}
     rows = model.config.get_text_config().vocab_size  # transformers needs equal sizes
@@ -186,8 +185,8 @@ def load_drafts(
             raise UserError(
                 f"Draft {name!r}: transformers cannot load {draft}; use --engine torch."
             )
-        vocabulary = read_vocabulary(draft)
-        verdict = compare(read_vocabulary(spec), vocabulary)
+        opened = Checkpoint.open(draft)
+        verdict = compare(target, opened)
         if verdict.strategy not in ("direct", "padded"):
             raise UserError(
                 f"Draft {name!r}: its vocabulary is {verdict.relation} to the target's, so "
@@ -197,7 +196,7 @@ def load_drafts(
         keys = ("relation", "strategy", "coverage")
         loaded[name] = Draft(
             draft,
-            resized(load_model(draft, dtype, str(model.device)), vocabulary, rows),
+            resized(opened.load(dtype, str(model.device)), opened.vocabulary, rows),
             {key: getattr(verdict, key) for key in keys},
         )
     return loaded

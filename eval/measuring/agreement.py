@@ -78,9 +78,9 @@ def measure_agreement(
             bits = entropy_bits(scores)[0]
             if not bits.isfinite().all():
                 raise UserError(
-                    f"{target.spec} computes NaN or infinite logits in its output for prompt "
-                    f"{prompt.id}: its weights are damaged, or too large for float16. Fetch the "
-                    "checkpoint again, or use --dtype bfloat16 or float32."
+                    f"{target.checkpoint.spec} computes NaN or infinite logits in its output for "
+                    f"prompt {prompt.id}: its weights are damaged, or too large for float16. Fetch "
+                    "the checkpoint again, or use --dtype bfloat16 or float32."
                 )
             entropies += bits.tolist()
             p = warp(scores[0], decoding.sampling)

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from align.errors import UserError
-from align.sources import gguf_kind
 from align.token_bytes import tokens_of
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.drafter import Drafter
@@ -242,8 +241,8 @@ def evaluate(
     ended = [run.tokens[-1] in decoding.stops for run in baseline]
     run = RunLog(
         about={
-            "target": target.spec,
-            "target_quantization": gguf_kind(target.spec),
+            "target": target.checkpoint.spec,
+            "target_quantization": target.checkpoint.gguf_kind,
             "engine": "torch",
             "device": device_name(target.model),
             "dtype": _dtype(target),
@@ -360,7 +359,7 @@ def _begin(
         about = [_hash_of_numbers(name, q, dtype), drafter.path, drafter.vocabulary, lengths]
         labels[name] = f"{name} ({hashlib.sha256(json.dumps(about).encode()).hexdigest()[:8]})"
     journal.begin(
-        _hash_of_numbers(target.spec, logits, dtype),
+        _hash_of_numbers(target.checkpoint.spec, logits, dtype),
         [(part.ids, [(p.id, p.category, p.group) for p in part.prompts]) for part in parts],
         asdict(decoding) | {"stops": sorted(decoding.stops)},
         plan.speed_prompts,
@@ -385,7 +384,7 @@ def _hash_of_numbers(name: str, computed: Tensor, dtype: str) -> str:
 
 def spelling(target: Target) -> tuple[Callable[[int], bytes], frozenset[int]]:
     """A function from a token id to its bytes (empty if unknown), and the target's special ids."""
-    tokens = tokens_of(target.tokenizer)
+    tokens = tokens_of(target.checkpoint.tokenizer)
 
     def spell(token: int) -> bytes:
         spelt = tokens[token] if token < len(tokens) else None

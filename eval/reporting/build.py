@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from align.checkpoint import weights_sha256
 from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
-from eval.decoding.target import weights_sha256
 from eval.measuring import metrics
 from eval.measuring.atlas import build_atlas, telling_prompts
 from eval.measuring.copy_share import described
@@ -107,7 +108,7 @@ def _draft_block(log: DraftLog, table: Table, run: RunLog, shown: Sequence[str])
         **dict.fromkeys(missing),
         **block,
         **log.about,
-        "sha256": weights_sha256(log.path),
+        "sha256": weights_sha256(Path(log.path.removeprefix(LOOKUP_FIRST))),
         "missing": [{"field": field, "reason": reason} for field, reason in missing.items()],
         "per_prompt": table,
     }

@@ -12,6 +12,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from align.cache import cache_folder
+
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
 
@@ -56,6 +58,10 @@ def no_network(tmp_path, index, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def cached_entries():
+    return [path for path in cache_folder().glob("*/*") if not path.name.endswith(".lock")]
 
 
 def start(script, *arguments):

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from align.check import check_pair, choose_strategy, main
+from align.checkpoint import Checkpoint
 from align.checks import Comparison, differences
-from align.sources import SourceError
-from align.vocabulary import read_vocabulary
+from align.errors import SourceError
 from tests.align.conftest import spell
 
 
@@ -247,7 +247,8 @@ def test_what_is_not_found(pair, code, how):
 def test_differences_without_effect_stand_in_one_line(write, names, how):
     how = dict(how)
     specs = write("target", **how.pop("target", {})), write("draft", **how)
-    assert [*differences(Comparison(*map(read_vocabulary, specs)))] == names
+    sides = (Checkpoint.open(spec).vocabulary for spec in specs)
+    assert [*differences(Comparison(*sides))] == names
     assert told(check_pair(*specs), "TOK-017") == [("TOK-017", "info")] * bool(names)
 
 
@@ -456,15 +457,14 @@ def test_input_that_is_missing_or_ill_formed(write, tmp_path, capsys, code, file
     assert sorted(tmp_path.rglob("*")) == before  # nothing is written
 
 
-def test_a_slow_only_tokenizer_is_refused(write, tmp_path, monkeypatch):
+def test_a_slow_only_tokenizer_is_refused(write):
     class SlowTokenizer:
-        is_fast = False
+        is_fast, eos_token_id = False, None
 
-    draft = write("draft")
-    (tmp_path / "draft" / "tokenizer.json").unlink()
-    monkeypatch.setattr("align.vocabulary.load_tokenizer", lambda spec: SlowTokenizer())
+    model = Checkpoint.open(write("draft"))
+    model.tokenizer = SlowTokenizer()
     with pytest.raises(SourceError, match=r"TOK-000: .*SlowTokenizer"):
-        read_vocabulary(draft)
+        assert model.vocabulary
 
 
 def test_exit_codes_and_json(write, tmp_path, capsys):

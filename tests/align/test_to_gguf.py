@@ -16,8 +16,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from align.errors import UserError
-from align.sources import SourceError, gguf_kind, load_model, load_tokenizer
+from align.checkpoint import Checkpoint
+from align.errors import SourceError, UserError
 from align.to_gguf import _GPT2, _LLAMA3, KINDS, main, write_gguf
 from tests.align.conftest import STRINGS
 from tests.dflash import save_published
@@ -88,7 +88,7 @@ BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 def logits(spec, ids):
     with torch.inference_mode():
-        return load_model(str(spec), torch.float32)(torch.tensor([ids])).logits[0]
+        return Checkpoint.open(spec).load(torch.float32)(torch.tensor([ids])).logits[0]
 
 
 def fields(path):
@@ -103,7 +103,7 @@ def kinds(path):
 def test_transformers_reads_the_same_model(family, checkpoint, tmp_path):
     folder = checkpoint(FAMILIES[family]())
     for kind in ("f32", "bf16"):
-        write_gguf(folder, tmp_path / f"{kind}.gguf", kind)
+        write_gguf(Checkpoint.open(folder), tmp_path / f"{kind}.gguf", kind)
         ids = list(range(0, 420, 7))
         # the weights are the same bits: only the order of additions could differ
         torch.testing.assert_close(
@@ -120,12 +120,12 @@ def test_a_head_of_its_own_beside_a_flag_of_tied_weights(checkpoint, tmp_path):
     folder = checkpoint(FAMILIES["llama"]())
     about = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(about | {"tie_word_embeddings": True}))
-    model = load_model(str(folder), torch.float32)
+    model = Checkpoint.open(folder).load(torch.float32)
     before = model.lm_head.weight.clone()
     model.tie_weights()
     assert torch.equal(model.lm_head.weight, before)
     assert not model.config.tie_word_embeddings
-    write_gguf(folder, tmp_path / "model.gguf", "f32")
+    write_gguf(Checkpoint.open(folder), tmp_path / "model.gguf", "f32")
     ids = list(range(0, 420, 7))
     torch.testing.assert_close(
         logits(tmp_path / "model.gguf", ids), model(torch.tensor([ids])).logits[0]
@@ -140,24 +140,29 @@ def test_a_head_of_its_own_beside_a_flag_of_tied_weights(checkpoint, tmp_path):
     ],
 )
 def test_what_transformers_would_lose_is_refused(more, lost, checkpoint, tmp_path):
-    write_gguf(checkpoint(LlamaConfig(**SHAPE, **more)), tmp_path / "model.gguf", "f32")
+    write_gguf(
+        Checkpoint.open(checkpoint(LlamaConfig(**SHAPE, **more))), tmp_path / "model.gguf", "f32"
+    )
     with pytest.raises(SourceError, match=lost):
-        load_model(str(tmp_path / "model.gguf"), torch.float32)
+        Checkpoint.open(tmp_path / "model.gguf").load(torch.float32)
 
 
 def test_a_file_tells_its_kind(checkpoint, tmp_path):
     folder = checkpoint(FAMILIES["llama"]())
     for kind in ("f32", "q4_0"):
-        write_gguf(folder, tmp_path / "model.gguf", kind)
-        assert gguf_kind(str(tmp_path / "model.gguf")) == kind.upper()
-    assert gguf_kind(str(folder)) is None
-    assert gguf_kind("org/name") is None
+        write_gguf(Checkpoint.open(folder), tmp_path / "model.gguf", kind)
+        assert Checkpoint.open(tmp_path / "model.gguf").gguf_kind == kind.upper()
+    assert Checkpoint.open(folder).gguf_kind is None
+    assert Checkpoint.open("org/name").gguf_kind is None
 
 
 def test_the_tokenizer_is_the_same(checkpoint, tmp_path):
     folder = checkpoint(FAMILIES["llama"]())
-    write_gguf(folder, tmp_path / "model.gguf", "f16")
-    mine, theirs = load_tokenizer(str(folder)), load_tokenizer(str(tmp_path / "model.gguf"))
+    write_gguf(Checkpoint.open(folder), tmp_path / "model.gguf", "f16")
+    mine, theirs = (
+        Checkpoint.open(folder).tokenizer,
+        Checkpoint.open(tmp_path / "model.gguf").tokenizer,
+    )
     assert theirs(STRINGS).input_ids == mine(STRINGS).input_ids
     assert theirs.eos_token_id == mine.eos_token_id == 0
     assert theirs.chat_template == mine.chat_template
@@ -166,18 +171,18 @@ def test_the_tokenizer_is_the_same(checkpoint, tmp_path):
 def test_chat_templates_by_name_are_written_by_name(checkpoint, tmp_path):
     """llama-server takes `tool_use` for requests with tools."""
     folder = checkpoint(FAMILIES["llama"]())
-    words = load_tokenizer(str(folder))
+    words = Checkpoint.open(folder).tokenizer
     words.chat_template = {"tool_use": "{{ tools }}", "other": "x"}
     (folder / "chat_template.jinja").unlink()
     words.save_pretrained(folder)
-    write_gguf(folder, tmp_path / "model.gguf", "f16")
+    write_gguf(Checkpoint.open(folder), tmp_path / "model.gguf", "f16")
     told, start = fields(tmp_path / "model.gguf"), "tokenizer.chat_template"
     assert start not in told
     assert (told[f"{start}.tool_use"], told[f"{start}.other"]) == ("{{ tools }}", "x")
 
 
 def test_what_llama_cpp_is_told(checkpoint, tmp_path):
-    write_gguf(checkpoint(FAMILIES["mistral"]()), tmp_path / "model.gguf", "f16")
+    write_gguf(Checkpoint.open(checkpoint(FAMILIES["mistral"]())), tmp_path / "model.gguf", "f16")
     told = fields(tmp_path / "model.gguf")
     assert told["general.architecture"] == "llama"
     assert told["llama.context_length"] == 128, "beyond its window it is another model"
@@ -196,7 +201,7 @@ def test_a_bos_and_an_eos_are_added_only_where_the_tokenizer_adds_them(
     checkpoint, tmp_path, framed
 ):
     folder = checkpoint(FAMILIES["llama"]())
-    words = load_tokenizer(str(folder))
+    words = Checkpoint.open(folder).tokenizer
     words.bos_token = "!"
     if framed:
         words.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -204,7 +209,7 @@ def test_a_bos_and_an_eos_are_added_only_where_the_tokenizer_adds_them(
             special_tokens=[(t, words.convert_tokens_to_ids(t)) for t in ("!", "<|im_end|>")],
         )
     words.save_pretrained(folder)
-    write_gguf(folder, tmp_path / "model.gguf", "f16")
+    write_gguf(Checkpoint.open(folder), tmp_path / "model.gguf", "f16")
     told = fields(tmp_path / "model.gguf")
     assert told["tokenizer.ggml.bos_token_id"] == words.bos_token_id
     assert told["tokenizer.ggml.add_bos_token"] is framed
@@ -214,14 +219,14 @@ def test_a_bos_and_an_eos_are_added_only_where_the_tokenizer_adds_them(
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind(kind, checkpoint, tmp_path):
     folder = checkpoint(FAMILIES["llama"]())
-    write_gguf(folder, tmp_path / "model.gguf", kind)
+    write_gguf(Checkpoint.open(folder), tmp_path / "model.gguf", kind)
     made = kinds(tmp_path / "model.gguf")
     bits = int(kind[1]) if kind[0] == "q" else None
     assert made["blk.1.ffn_down.weight"] == kind.upper()
     assert made["output.weight"] == made["token_embd.weight"] == ("Q8_0" if bits else kind.upper())
     assert made["blk.0.attn_norm.weight"] == "F32"
     mine, theirs = (
-        load_model(str(spec), torch.float32).model.layers[1].mlp.down_proj.weight.detach()
+        Checkpoint.open(spec).load(torch.float32).model.layers[1].mlp.down_proj.weight.detach()
         for spec in (folder, tmp_path / "model.gguf")
     )
     # the step is the largest of 32 weights, two sigma, over 2^(bits-1); its error a third of it
@@ -232,7 +237,7 @@ def test_each_kind(kind, checkpoint, tmp_path):
 
 def test_rows_of_no_whole_block_are_f16(checkpoint, tmp_path):
     folder = checkpoint(LlamaConfig(**(SHAPE | {"hidden_size": 48})))
-    write_gguf(folder, tmp_path / "model.gguf", "q8_0")
+    write_gguf(Checkpoint.open(folder), tmp_path / "model.gguf", "q8_0")
     made = kinds(tmp_path / "model.gguf")
     assert made["token_embd.weight"] == made["blk.0.attn_q.weight"] == "F16"
     assert made["blk.0.ffn_down.weight"] == "Q8_0"
@@ -249,18 +254,20 @@ def test_rows_of_no_whole_block_are_f16(checkpoint, tmp_path):
     ids=["gpt-2", "smollm", "qwen2", "spelled out"],
 )
 def test_the_pre_tokenizer_is_named(split, name, checkpoint, tmp_path):
-    write_gguf(checkpoint(FAMILIES["llama"](), split), tmp_path / "model.gguf", "f16")
+    write_gguf(
+        Checkpoint.open(checkpoint(FAMILIES["llama"](), split)), tmp_path / "model.gguf", "f16"
+    )
     assert fields(tmp_path / "model.gguf")["tokenizer.ggml.pre"] == name
 
 
 def test_a_llama_3_takes_whole_pieces(checkpoint, tmp_path):
     folder = checkpoint(FAMILIES["llama"](), split_by(_LLAMA3))
     with pytest.raises(SourceError, match="llama-bpe"):  # it would merge where llama.cpp does not
-        write_gguf(folder, tmp_path / "model.gguf", "f16")
+        write_gguf(Checkpoint.open(folder), tmp_path / "model.gguf", "f16")
     words = json.loads((folder / "tokenizer.json").read_text())
     words["model"]["ignore_merges"] = True
     (folder / "tokenizer.json").write_text(json.dumps(words))
-    write_gguf(folder, tmp_path / "model.gguf", "f16")
+    write_gguf(Checkpoint.open(folder), tmp_path / "model.gguf", "f16")
     assert fields(tmp_path / "model.gguf")["tokenizer.ggml.pre"] == "llama-bpe"
 
 
@@ -276,7 +283,7 @@ def test_a_llama_3_takes_whole_pieces(checkpoint, tmp_path):
 def test_a_tokenizer_that_llama_cpp_does_not_know(split, normalizer, checkpoint, tmp_path):
     folder = checkpoint(FAMILIES["llama"](), split, normalizer)
     with pytest.raises(SourceError, match="smollm"):
-        write_gguf(folder, tmp_path / "model.gguf", "f16")
+        write_gguf(Checkpoint.open(folder), tmp_path / "model.gguf", "f16")
     assert not list(tmp_path.glob("*.gguf*"))
 
 
@@ -286,7 +293,7 @@ def test_a_tokenizer_without_merges_is_refused(checkpoint, tmp_path):
     words["model"]["merges"] = []
     (folder / "tokenizer.json").write_text(json.dumps(words))
     with pytest.raises(SourceError, match="merges"):
-        write_gguf(folder, tmp_path / "model.gguf", "f16")
+        write_gguf(Checkpoint.open(folder), tmp_path / "model.gguf", "f16")
     assert not list(tmp_path.glob("*.gguf*"))
 
 
@@ -305,7 +312,7 @@ def test_what_cannot_be_written(change, value, checkpoint, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.gguf").write_text("what stood there")
     with pytest.raises(SourceError, match=value):
-        write_gguf(folder, tmp_path / "model.gguf", "f16")
+        write_gguf(Checkpoint.open(folder), tmp_path / "model.gguf", "f16")
     assert (tmp_path / "model.gguf").read_text() == "what stood there"
 
 
@@ -313,14 +320,14 @@ def test_what_cannot_be_written(change, value, checkpoint, tmp_path):
 def dflash(checkpoint, tmp_path):
     """A published DFlash draft, and the GGUF file of its target."""
     config = FAMILIES["llama"]()
-    write_gguf(checkpoint(config), tmp_path / "target.gguf", "f16")
+    write_gguf(Checkpoint.open(checkpoint(config)), tmp_path / "target.gguf", "f16")
     shape = SHAPE | {"head_dim": 16}
     return save_published(tmp_path / "draft", shape, [0]), tmp_path / "target.gguf"
 
 
 def test_a_dflash_draft_has_its_targets_tokenizer(dflash, tmp_path):
     draft, target = dflash
-    assert write_gguf(draft, tmp_path / "draft.gguf", "f32", target) == "dflash"
+    assert write_gguf(Checkpoint.open(draft), tmp_path / "draft.gguf", "f32", target) == "dflash"
     written, of_target = fields(tmp_path / "draft.gguf"), fields(target)
     assert written["general.architecture"] == "dflash"
     # the first layer's output is the input of the layer of number 1
@@ -372,7 +379,7 @@ def test_a_dflash_draft_that_cannot_be_written(dflash, tmp_path, changes, messag
     about = json.loads((draft / "config.json").read_text()) | changes
     (draft / "config.json").write_text(json.dumps(about))
     with pytest.raises(UserError, match=message):
-        write_gguf(draft, tmp_path / "draft.gguf", "f16", target)
+        write_gguf(Checkpoint.open(draft), tmp_path / "draft.gguf", "f16", target)
 
 
 def test_a_dflash_draft_with_a_trimmed_head_or_without_its_target(dflash, tmp_path, capsys):
@@ -383,10 +390,10 @@ def test_a_dflash_draft_with_a_trimmed_head_or_without_its_target(dflash, tmp_pa
     tensors = load_file(draft / "model.safetensors")
     save_file(tensors | {"lm_head.weight": torch.ones(9, 64)}, draft / "model.safetensors")
     with pytest.raises(UserError, match=r"has lm_head\.weight,"):
-        write_gguf(draft, tmp_path / "draft.gguf", "f16", target)
+        write_gguf(Checkpoint.open(draft), tmp_path / "draft.gguf", "f16", target)
     other = save_published(tmp_path / "other", SHAPE | {"head_dim": 16}, [0], torch.arange(9))
     with pytest.raises(UserError, match=r"has d2t, lm_head\.weight, t2d,"):
-        write_gguf(other, tmp_path / "draft.gguf", "f16", target)
+        write_gguf(Checkpoint.open(other), tmp_path / "draft.gguf", "f16", target)
 
 
 @pytest.fixture
@@ -394,7 +401,7 @@ def eagle3(checkpoint, tmp_path):
     """Writes a published EAGLE-3 draft, and the GGUF file of its target: eagle3(layout)."""
     config = FAMILIES["llama"]()
     config.num_hidden_layers = 8
-    write_gguf(checkpoint(config), tmp_path / "target.gguf", "f16")
+    write_gguf(Checkpoint.open(checkpoint(config)), tmp_path / "target.gguf", "f16")
 
     def make(layout, head=9, read=(2, 4, 5), **shape):
         sizes = SHAPE | {"head_dim": 16, "num_hidden_layers": 1} | shape
@@ -410,7 +417,7 @@ def eagle3(checkpoint, tmp_path):
 )
 def test_an_eagle_3_draft_with_a_trimmed_head(layout, before_residual, eagle3, tmp_path):
     draft, target = eagle3(layout)
-    assert write_gguf(draft, tmp_path / "draft.gguf", "f32", target) == "eagle3"
+    assert write_gguf(Checkpoint.open(draft), tmp_path / "draft.gguf", "f32", target) == "eagle3"
     written, of_target = fields(tmp_path / "draft.gguf"), fields(target)
     assert written["eagle3.target_layers"] == [2, 4, 5]
     assert written["eagle3.target_hidden_size"] == written["eagle3.embedding_length"] == 64
@@ -453,7 +460,7 @@ def test_a_whole_head_and_an_embedding_of_its_own(eagle3, tmp_path):
     about = json.loads((draft / "config.json").read_text())
     del about["norm_before_residual"]
     (draft / "config.json").write_text(json.dumps(about))
-    write_gguf(draft, tmp_path / "draft.gguf", "q8_0", target)
+    write_gguf(Checkpoint.open(draft), tmp_path / "draft.gguf", "q8_0", target)
     assert fields(tmp_path / "draft.gguf")["eagle3.norm_before_residual"], "speculators' default"
     made = kinds(tmp_path / "draft.gguf")
     assert "d2t" not in made
@@ -475,14 +482,16 @@ def test_a_whole_head_and_an_embedding_of_its_own(eagle3, tmp_path):
 def test_an_eagle_3_draft_that_cannot_be_written(layout, changes, message, eagle3, tmp_path):
     draft, target = eagle3(layout, **changes)
     with pytest.raises(UserError, match=message):
-        write_gguf(draft, tmp_path / "draft.gguf", "f16", target)
+        write_gguf(Checkpoint.open(draft), tmp_path / "draft.gguf", "f16", target)
 
 
 def test_targets_whose_states_llama_cpp_does_not_keep(checkpoint, eagle3, dflash, tmp_path):
-    write_gguf(checkpoint(FAMILIES["qwen2"]()), tmp_path / "qwen2.gguf", "f16")
+    write_gguf(Checkpoint.open(checkpoint(FAMILIES["qwen2"]())), tmp_path / "qwen2.gguf", "f16")
     for draft in (eagle3("speculators")[0], dflash[0]):
         with pytest.raises(UserError, match="qwen2"):
-            write_gguf(draft, tmp_path / "draft.gguf", "f16", tmp_path / "qwen2.gguf")
+            write_gguf(
+                Checkpoint.open(draft), tmp_path / "draft.gguf", "f16", tmp_path / "qwen2.gguf"
+            )
 
 
 def test_the_command(checkpoint, tmp_path, capsys):

@@ -5,8 +5,8 @@ import json
 import pytest
 from safetensors import safe_open
 
+from align.checkpoint import Checkpoint
 from align.vocab_map import VOCAB_MAP, Retokenizer, build_map, save_map
-from align.vocabulary import read_vocabulary
 from tests.align import conftest
 from tests.align.conftest import STRINGS
 
@@ -21,7 +21,7 @@ def write(folder, tokenizer):
     special = {"tokenizer_class": "PreTrainedTokenizerFast"}
     special |= {"eos_token": "<|im_end|>"} if eos is not None else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
-    return read_vocabulary(str(folder))
+    return Checkpoint.open(folder).vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def rewritten(vocabulary, folder, change):
     for name in ("config.json", "tokenizer_config.json"):
         (folder / name).write_text((vocabulary.folder / name).read_text())
     (folder / "tokenizer.json").write_text(json.dumps(backend))
-    return read_vocabulary(str(folder))
+    return Checkpoint.open(folder).vocabulary
 
 
 @pytest.fixture(params=["byte_level", "sentencepiece"])
@@ -114,7 +114,10 @@ def pair_of(tmp_path, write_tokenizer):
 
     def make(target=None, **draft):
         specs = (("target", target or {}), ("draft", draft))
-        return [read_vocabulary(write_tokenizer(tmp_path / name, **how)) for name, how in specs]
+        return [
+            Checkpoint.open(write_tokenizer(tmp_path / name, **how)).vocabulary
+            for name, how in specs
+        ]
 
     return make
 

@@ -15,8 +15,8 @@ import sys
 import torch
 from transformers import LlamaForCausalLM
 
+from align.checkpoint import Checkpoint
 from align.machine import use_machine
-from align.sources import load_model, load_tokenizer
 
 # four times SmolLM2-135M's width, so that its norms are halved, which bf16 does exactly
 WIDTH, INTERMEDIATE, HEADS, KEY_HEADS = 2304, 28_672, 72, 24
@@ -56,11 +56,11 @@ def widened(small, width=WIDTH, intermediate=INTERMEDIATE, heads=HEADS, key_head
 
 def main(target, folder):
     use_machine()
-    small = load_model(target, torch.bfloat16)
+    small = Checkpoint.open(target).load(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         large = widened(small)
     large.save_pretrained(folder)
-    load_tokenizer(target).save_pretrained(folder)
+    Checkpoint.open(target).tokenizer.save_pretrained(folder)
     print(f"{sum(p.numel() for p in large.parameters()) / 1e9:.2f} billion parameters in {folder}")
 
 

@@ -193,7 +193,8 @@ def plain_trainer():
     """Makes the trainer of a model that is no pair's draft, and whose head covers all words."""
 
     def make(recipe, model, answers, held_out=(), strategy="direct"):
-        target = SimpleNamespace(vocab_size=model.vocab_size)
+        vocabulary = SimpleNamespace(vocab_size=model.vocab_size)
+        target = SimpleNamespace(vocabulary=vocabulary)
         pair = SimpleNamespace(target=target, strategy=strategy, layers=())
         outputs = (stored(recipe.folder / "outputs", part) for part in (answers, held_out))
         clock = Clock(recipe.folder, recipe.minutes)

@@ -22,8 +22,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from scipy.special import stdtrit
 
+from align.cache import cache_folder
+from align.checkpoint import Checkpoint, weights_sha256
 from align.errors import UserError
-from align.sources import cache_folder, load_model, load_tokenizer, read_json
+from align.files import read_json
 from distill import adapt as module
 from distill.adapt import (
     FAILED,
@@ -38,7 +40,7 @@ from distill.adapt import (
 from distill.recipe import OWN, TRAINING, build_recipe, dump, read_yaml, yaml_text
 from distill.teacher.logged_rows import WITHOUT_HALF, LeftOut
 from distill.traffic import DAY, Split, digest, read_traffic, rows_of, split, usable
-from eval.decoding.target import load_target, weights_sha256
+from eval.decoding.target import load_target
 from eval.engines.local_vllm import VllmServers, serve_vllm, speculation
 from eval.measuring.intervals import Starts
 from eval.measuring.runs import REFERENCE_ONLY
@@ -405,7 +407,7 @@ class Loop:
         (recipe.folder / "recipe.yaml").write_text(dump(recipe))
         (recipe.folder / "provenance.json").write_text("{}")
         if measured:
-            self.report(recipe.folder, self.gains[0], weights_sha256(str(draft)))
+            self.report(recipe.folder, self.gains[0], weights_sha256(draft))
 
     def evaluate(self, options, summary=True):
         folder = Path(options[options.index("--output_dir") + 1])
@@ -961,7 +963,7 @@ def made_up_server(target, draft):
         text = server.tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
         choice["message"] = {"role": "assistant", "content": text}
 
-    loaded = load_target(str(target), torch.float32, "cpu", 256)
+    loaded = load_target(Checkpoint.open(target), torch.float32, "cpu", 256)
     server = Chatting(loaded, names=["target"], mangle=say)
     try:
         yield server.url
@@ -988,7 +990,7 @@ def page():
 def tutorial(job, tmp_path, monkeypatch):
     """The folder in which the first half of the tutorial is done."""
     save_sibling(tmp_path / "target", LARGE, 1)
-    tokenizer = load_tokenizer(str(tmp_path / "target"))
+    tokenizer = Checkpoint.open(tmp_path / "target").tokenizer
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(tmp_path / "target")
     keys = {"target": str(tmp_path / "target"), "draft": None, "num_draft_layers": 1}
@@ -1050,7 +1052,9 @@ def test_from_the_log_of_a_server_to_another_draft(
 
     named = subprocess.check_output(["bash", "-c", f"echo {serve['model']}"], text=True).strip()
     assert Path(named) == (run / "adapt" / "current").resolve()
-    before, after = (load_model(path, torch.float32) for path in (str(run / "draft"), named))
+    before, after = (
+        Checkpoint.open(path).load(torch.float32) for path in (str(run / "draft"), named)
+    )
     assert after.config.vocab_size == LARGE
     assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
     assert recent.drafts["tuned"].sha256 == weights_sha256(named)

@@ -14,9 +14,10 @@ from transformers import (
 )
 
 from align.check import check_pair
-from align.sources import load_model, read_json
+from align.checkpoint import Checkpoint
+from align.files import read_json
 from align.vocab_map import VOCAB_MAP
-from distill.models import check_models, target_loader
+from distill.models import check_models, open_models, target_loader
 from distill.prompt_sets import collect_prompts
 from distill.train import run
 from eval.decoding.fused import FusedDecoder
@@ -41,10 +42,10 @@ def test_a_draft_of_another_tokenizer_is_tuned(finished, used):
     assert read_json(recipe.folder / "vocab_check.json")["used"] == used
     # an embedding apart from the head is trained only where it has rows that never were
     before, after = (
-        load_model(str(spec), torch.float32).get_input_embeddings().weight
+        Checkpoint.open(spec).load(torch.float32).get_input_embeddings().weight
         for spec in (recipe.draft, recipe.folder / "draft")
     )
-    vocab_map = check_models(recipe).vocab_map
+    vocab_map = check_models(recipe, *open_models(recipe)).vocab_map
     mapped = vocab_map.mapped
     same = after[vocab_map.to_target[mapped]].equal(before[mapped])
     assert same == (used == "remap")
@@ -107,14 +108,14 @@ def test_a_gemma_target_with_a_llama_draft(folder, job, tmp_path):
     words.save_pretrained(tmp_path / "gemma")
     recipe = job(tmp_path / "run", target=str(tmp_path / "gemma"))
     report = run_it(recipe)
-    pair = check_models(recipe)
+    pair = check_models(recipe, *open_models(recipe))
     assert pair.strategy == "transplant"
-    target = target_loader(recipe, collect_prompts(recipe, pair.target))()
+    target = target_loader(recipe, pair, collect_prompts(recipe, pair.target))()
     assert isinstance(target.decoder, FusedDecoder)
     blocks = report["drafts"]
     assert all(block["lossless"]["identical"] == 3 for block in blocks.values())
     assert blocks["tuned"]["vocabulary"]["relation"] == "identical"  # padding rows included
-    saved = load_model(str(tmp_path / "run" / "draft"), torch.float32)
+    saved = Checkpoint.open(tmp_path / "run" / "draft").load(torch.float32)
     assert saved.get_output_embeddings().weight.shape[0] == len(words) + 4
 
 

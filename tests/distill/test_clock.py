@@ -13,7 +13,7 @@ from distill import clock as clock_module
 from distill import train
 from distill.checkpoint import last_checkpoint
 from distill.clock import CLOCK, Clock, answers_in_time
-from distill.models import check_models, target_loader
+from distill.models import check_models, open_models, target_loader
 from distill.prefetch import Prefetcher
 from distill.prompt_sets import collect_prompts
 from distill.recipe import load_recipe
@@ -110,9 +110,9 @@ def test_a_second_start_for_the_states_has_its_time(time, tmp_path):
 @pytest.mark.parametrize("cached", [0, 6])
 def test_states_of_outputs_take_no_more_than_their_share(time, job, tmp_path, monkeypatch, cached):
     recipe = job(tmp_path / "run", draft=None, drafter="eagle3", minutes=5, answer_batch_size=8)
-    pair = check_models(recipe)
+    pair = check_models(recipe, *open_models(recipe))
     prompts = collect_prompts(recipe, pair.target)
-    target = answering_target(recipe, pair, prompts, load := target_loader(recipe, prompts))
+    target = answering_target(recipe, pair, prompts, load := target_loader(recipe, pair, prompts))
     # another kind of draft has read other states of the first outputs
     dataclasses.replace(target, layers=(), fit_layers=()).answers(prompts.training.ids[:cached])
     read, generated = LocalStates.read, LocalTarget.made

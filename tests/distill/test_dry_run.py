@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from align.checkpoint import Checkpoint
 from align.errors import UserError
-from align.sources import load_config, read_json
+from align.files import read_json
 from distill import dry_run, models, train
 from distill.train import run
 from eval.engines.forecast import Gain
@@ -79,7 +80,7 @@ def test_steps_are_timed_in_the_engine_that_the_run_ends_in(
         about = read_json(Path(draft) / "config.json")
         calls.append((told, gammas, [load.concurrency for load in loads], text_of([1, 2]) != ""))
         assert (others, about.get("draft_vocab_size")) == ([], rows)
-        assert name == "eagle3" or about["vocab_size"] == load_config(target).vocab_size
+        assert name == "eagle3" or about["vocab_size"] == target.config.vocab_size
         gains = [
             Gain(
                 draft=told,
@@ -103,13 +104,23 @@ def test_steps_are_timed_in_the_engine_that_the_run_ends_in(
     assert not (tmp_path / "run").exists()
 
 
+def pair_of(recipe, layers=0, fit_layers=0, decoded_here=False):
+    """The pair of configs without weights and tokenizers. layers, fit_layers: numbers of them."""
+    target, draft = models.open_models(recipe)
+    sibling, published = (None, draft) if recipe.sibling is None else (draft, None)
+    sizes = {"layers": range(layers), "fit_layers": range(fit_layers)}
+    here = {"target": target, "draft": sibling or target, "published": published}
+    return SimpleNamespace(**here, **sizes, decoded_here=decoded_here)
+
+
 def test_hidden_states_need_disk(job, tmp_path, capsys):
     """Each of a 70B's states takes 16 KiB a token."""
     target = str(CONFIGS / "Llama-3.1-70B-Instruct")
     recipe = job(tmp_path, target=target, **PRUNED, answer_max_new_tokens=300)
     recipe = dataclasses.replace(recipe, fit_tokens=59_800)
     for layers in ((0, 0), (5, 0), (5, 2)):
-        dry_run.print_memory(recipe, 100, [[1] * 100] * 1000, *layers, False, answers_here=False)
+        pair = pair_of(recipe, *layers)
+        dry_run.print_memory(recipe, pair, 100, [[1] * 100] * 1000, answers_here=False)
     shown = re.findall(r"disk of .*: ([\d.,]+) GiB needed", capsys.readouterr().out)
     without, needed, fitted = map(float, shown)
     states = 16 / 2**20 * 400
@@ -195,7 +206,7 @@ def test_the_layers_of_a_draft_need_memory(job, tmp_path, monkeypatch, capsys, k
     monkeypatch.setattr(dry_run, "RUNTIME", 0)
     keys = PRUNED | keys | ({"draft": str(tmp_path / "draft")} if "draft" in keys else {})
     recipe = job(tmp_path, target=str(CONFIGS / "Llama-3.1-8B-Instruct"), **keys)
-    dry_run.print_memory(recipe, 100, [[1]], 0, 0, False, answers_here=False)
+    dry_run.print_memory(recipe, pair_of(recipe), 100, [[1]], answers_here=False)
     (needed,) = re.findall(r"memory.*: ([\d.,]+) GiB needed", capsys.readouterr().out)
     ends, layer = 2 * 128_256 * 4096, 218_112_000  # parameters
     assert float(needed) == pytest.approx(1.3 * 16 * (ends + layers * layer) / 2**30, rel=1e-2)
@@ -204,7 +215,7 @@ def test_the_layers_of_a_draft_need_memory(job, tmp_path, monkeypatch, capsys, k
 @pytest.mark.parametrize("name", ["target", "large"])
 def test_parameters_are_counted_from_the_config(folder, name):
     whole = AutoModelForCausalLM.from_pretrained(folder / name).num_parameters()
-    assert models.parameters(load_config(str(folder / name))) == whole
+    assert models.parameters(Checkpoint.open(folder / name).config) == whole
 
 
 @pytest.mark.parametrize(
@@ -224,13 +235,14 @@ def test_what_eight_gpus_need(job, tmp_path, monkeypatch, capsys, changes, proce
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (79 * 2**30, 80 * 2**30))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setattr(dry_run, "PartialState", lambda: SimpleNamespace(num_processes=processes))
-    pair = {key: str(CONFIGS / f"Llama-3.1-{b}B-Instruct") for key, b in PAIR.items()}
-    recipe = job(tmp_path, **pair | changes, use_cpu=False, dtype="bfloat16")
-    dry_run.print_memory(recipe, 100, [[1]] * 10, 0, 0, not recipe.served, answers_here=True)
+    named = {key: str(CONFIGS / f"Llama-3.1-{b}B-Instruct") for key, b in PAIR.items()}
+    recipe = job(tmp_path, **named | changes, use_cpu=False, dtype="bfloat16")
+    pair = pair_of(recipe, decoded_here=not recipe.served)
+    dry_run.print_memory(recipe, pair, 100, [[1]] * 10, answers_here=True)
     (line,) = re.findall("memory of a GPU: .*", capsys.readouterr().out)
     assert f"{needed} GiB needed" in line
     assert ("TOO LITTLE" in line) == (needed > 79)
     if recipe.device_map is None:
         monkeypatch.setattr(models, "target_device", lambda _: "cuda")
         with pytest.raises(UserError, match="takes 131 GiB, but a GPU here has 80"):
-            models.target_loader(job(tmp_path, **pair, dtype="bfloat16"), PROMPTS)
+            models.target_loader(job(tmp_path, **named, dtype="bfloat16"), pair, PROMPTS)

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, Gemma3TextConfig, LlamaConfig, PreTrainedTokenizerFast
 
-from align.sources import load_config
+from align.checkpoint import Checkpoint
 from distill.drafters.kind import Draft
 from distill.export import export_draft, for_older_transformers
 from distill.trainer import distil
@@ -39,7 +39,7 @@ def test_an_exported_draft_is_in_the_words_of_transformers_4_and_5(scaling, tmp_
     about = json.loads((tmp_path / "config.json").read_text())
     assert about["rope_theta"] == 500_000.0
     assert about["rope_scaling"] == scaling
-    assert load_config(str(tmp_path)).rope_parameters == config.rope_parameters
+    assert Checkpoint.open(tmp_path).config.rope_parameters == config.rope_parameters
     about = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert not {"is_local", "local_files_only", "extra_special_tokens"} & about.keys()
     assert about["tokenizer_class"] == "PreTrainedTokenizerFast"
@@ -61,7 +61,7 @@ def test_rotary_parameters_by_type_of_layer_are_in_the_words_of_transformers_4(s
     about = json.loads((tmp_path / "config.json").read_text())
     assert (about["rope_theta"], about["rope_local_base_freq"]) == (2e6, 2e4)
     assert about["rope_scaling"] == (scaling if "factor" in scaling else None)
-    assert load_config(str(tmp_path)).rope_parameters == rotary
+    assert Checkpoint.open(tmp_path).config.rope_parameters == rotary
 
 
 def test_the_layers_of_a_draft_in_the_layout_of_speculators_too(tmp_path):

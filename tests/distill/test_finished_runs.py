@@ -5,13 +5,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from align.sources import read_json
-from distill import train
+from align.checkpoint import weights_sha256
+from align.files import read_json
+from distill import evaluation, train
 from distill.train import run
 from eval.decoding.drafters.mtp import HEAD
-from eval.decoding.target import weights_sha256
+from eval.measuring.journal import JOURNAL
 from eval.reporting.fields import read_report
 from eval.run import main
 from tests.distill.conftest import RUNS
@@ -58,8 +59,10 @@ def test_it_leaves_what_is_promised(recipe):
 
 def test_what_is_measured_is_what_engines_load(recipe):
     """Its weights and their bytes, without maps of ids, the target's head, a router's bias."""
-    draft, measured = recipe.folder / "draft", report_of(recipe.folder).drafts["tuned"]
-    assert (measured.path, measured.sha256) == (str(draft), weights_sha256(str(draft)))
+    draft, drafts = recipe.folder / "draft", report_of(recipe.folder).drafts
+    measured, behind = drafts["tuned"], drafts["tuned+lookup"]
+    assert (measured.path, measured.sha256) == (str(draft), weights_sha256(draft))
+    assert (behind.path, behind.sha256) == (f"lookup-first:{draft}", measured.sha256)
     own = [
         tensor.nbytes
         for name, tensor in load_file(draft / "model.safetensors").items()
@@ -102,3 +105,32 @@ def test_started_again_it_trains_nothing(recipe, tmp_path, capsys, monkeypatch):
     first, second = (report_of(place) for place in (recipe.folder, folder))
     assert first.drafts["tuned"].alpha == second.drafts["tuned"].alpha
     assert first.provenance["hashes"] == second.provenance["hashes"]
+
+
+@pytest.mark.parametrize("recipe", ["transplant"], indirect=True)
+@pytest.mark.parametrize("change", [None, "journal", "report", "weights"])
+def test_started_again_it_keeps_a_report_that_is_whole(recipe, tmp_path, monkeypatch, change):
+    folder = shutil.copytree(recipe.folder, tmp_path / "run")
+    again = dataclasses.replace(recipe, output_dir=str(folder))
+    report = folder / "report" / "report.json"
+    before = report.read_bytes()
+    match change:
+        case "journal":
+            (folder / "report" / JOURNAL).touch()
+        case "report":
+            report.write_text("{}")
+        case "weights":
+            path = folder / "draft" / "model.safetensors"
+            tensors = load_file(path)
+            save_file(
+                tensors | {"lm_head.weight": -tensors["lm_head.weight"]}, path, {"format": "pt"}
+            )
+    measured = []
+    monkeypatch.setattr(evaluation, "_measured_here", lambda *_: measured.append(1) or 1 / 0)
+    if change is None:
+        assert run(again) == 0
+        assert report.read_bytes() == before
+    else:
+        with pytest.raises(ZeroDivisionError):
+            run(again)
+    assert measured == [1] * (change is not None)

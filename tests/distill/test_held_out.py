@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from align.errors import UserError
-from align.files import write_json
-from align.sources import read_json
+from align.files import read_json, write_json
 from distill import held_out
 from distill.checkpoint import BEST, best_measurement, last_checkpoint, mark_complete
 from distill.held_out import HeldOut, Measurement, best_of, held_out_curve, read_measurements
 from distill.losses import acceptance
-from distill.models import check_models, target_loader
+from distill.models import check_models, open_models, target_loader
 from distill.prompt_sets import collect_prompts, hold_out
 from distill.teacher.answers import USED
 from distill.teacher.store import Answers, CachedAnswer, Store, name_of, names_of
@@ -286,7 +285,7 @@ def test_prompts_that_are_all_alike_are_trained_on(job, tmp_path, followed, caps
     lines = [json.dumps({"id": str(i), "prompt": f"{template} {i}"}) for i in range(12)]
     (tmp_path / "alike.jsonl").write_text("\n".join(lines))
     recipe = job(tmp_path / "run", train_prompts=str(tmp_path / "alike.jsonl"))
-    made = collect_prompts(recipe, check_models(recipe).target)
+    made = collect_prompts(recipe, check_models(recipe, *open_models(recipe)).target)
     assert not made.held_out.prompts
     assert len(made.training.prompts) == 11
     assert "because 9 of 11 are near-duplicates of 2 others" in capsys.readouterr().out
@@ -350,8 +349,9 @@ def test_of_drafts_of_several_steps_the_first_token_is_followed(
     so_far = [one for i, one in enumerate(every) if best_of(every[: i + 1]) is one]
     assert shown.count("the best so far") == len(so_far)
     assert round(rate, 3) != round(best.acceptance_rate, 3)
-    prompts = collect_prompts(recipe, check_models(recipe).target)
-    target = target_loader(recipe, prompts)()
+    pair = check_models(recipe, *open_models(recipe))
+    prompts = collect_prompts(recipe, pair.target)
+    target = target_loader(recipe, pair, prompts)()
     drafter = load_drafter(str(recipe.folder / "draft"), target)
     found = []
     store = Store(Path(read_json(recipe.folder / USED)["store"]))

@@ -16,6 +16,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 
+from align.checkpoint import Checkpoint
 from distill import train
 from distill.checkpoint import last_checkpoint
 from distill.held_out import read_measurements
@@ -200,7 +201,7 @@ def test_machines_share_the_folder_of_the_run_alone(
 ):
     keys, servers = EAGLE3, []
     if answers == "server":
-        model = load_target(str(folder / "target"), torch.float32, "cpu", 128)
+        model = load_target(Checkpoint.open(folder / "target"), torch.float32, "cpu", 128)
         servers = [StandIn(model)]
         keys = {"draft": str(folder / "moved"), "answers": answers, "cache_top_k": 6}
         keys |= {"answer_url": servers[0].url, "max_steps": 4}

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from align.sources import SourceError, load_tokenizer
-from align.vocabulary import read_vocabulary
+from align.checkpoint import Checkpoint
+from align.errors import SourceError
 from distill.dry_run import print_example
 from distill.prompt_sets import (
     EMBEDDED,
@@ -409,7 +409,7 @@ def chat(job, folder, tmp_path):
         prompts = {"train_prompts": str(train), "eval_prompts": str(held_out)}
         output = tmp_path / changes.get("name", "run")
         recipe = job(output, target=str(target), draft=None, **prompts, **changes)
-        return recipe, read_vocabulary(recipe.target)
+        return recipe, Checkpoint.open(recipe.target)
 
     return make
 
@@ -462,7 +462,7 @@ def test_a_dry_run_shows_a_prompt_as_the_target_reads_it(chat, monkeypatch, caps
     recipe, target = chat(chat_template_kwargs={"enable_thinking": False})
     prompts = collect_prompts(recipe, target)
     capsys.readouterr()
-    print_example(prompts.training.ids[0], load_tokenizer(target.spec))
+    print_example(prompts.training.ids[0], target.tokenizer)
     asked, count = prompts.training.prompts[0].text, len(prompts.training.ids[0])
     shown = capsys.readouterr().out
     assert shown == (
@@ -470,7 +470,7 @@ def test_a_dry_run_shows_a_prompt_as_the_target_reads_it(chat, monkeypatch, caps
         f"    {asked}</s>\n    the[the output begins here]\n"
     )
     monkeypatch.setattr("distill.dry_run.EXAMPLE", 5)
-    print_example(prompts.training.ids[0], load_tokenizer(target.spec))
+    print_example(prompts.training.ids[0], target.tokenizer)
     cut = len(f"{asked}</s>\nthe") - 10
     assert f"    {asked[:5]} [… {cut} characters …] >\n    the[" in capsys.readouterr().out
 

@@ -13,10 +13,10 @@ import yaml
 from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 
+from align.checkpoint import Checkpoint, weights_sha256
 from distill import publish as publishing
 from distill.card import derived_licence, is_hub_id, public_name, short_name
 from distill.publish import check_files, main, reports_of
-from eval.decoding.target import weights_sha256
 from eval.reporting.fields import Missing
 from eval.reporting.files import write_report
 from tests.conftest import assert_golden
@@ -46,7 +46,7 @@ def run(tmp_path, sample_report, measurement):
     report = sample_report.model_copy(deep=True)
     report.engine, report.device = "torch", "cpu (2 threads)"
     report.drafts["tuned"].lossless.divergences = []
-    report.drafts["tuned"].sha256 = weights_sha256(str(draft))
+    report.drafts["tuned"].sha256 = weights_sha256(draft)
     write_report(folder / "report", report)
     return folder
 
@@ -57,7 +57,7 @@ def in_vllm(run, sample_report):
     report = sample_report.model_copy(deep=True)
     report.engine, report.device, report.environment.engine_version = "vllm", "cuda", "0.32.0"
     tuned = report.drafts["tuned"]
-    tuned.sha256 = weights_sha256(str(run / "draft"))
+    tuned.sha256 = weights_sha256(run / "draft")
     tuned.alpha, report.gain = None, []
     tuned.missing.append(Missing(field="alpha", reason="a server does not tell"))
     slower = tuned.model_copy(deep=True, update={"gamma": 2})
@@ -303,7 +303,7 @@ def test_the_copy_is_the_draft_and_its_card(run, tmp_path, capsys):
 def test_a_target_in_one_file_is_copied_beside_the_draft(run, tmp_path, monkeypatch):
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "config.json").write_text("{}")
-    monkeypatch.setattr(publishing, "resolve_checkpoint", lambda spec: tmp_path / "checkpoint")
+    monkeypatch.setattr(Checkpoint, "open", lambda spec: Checkpoint(spec, tmp_path / "checkpoint"))
     change(run / "recipe.yaml", target=FILE)
     main([str(run), "--to", str(tmp_path / "code-draft")])
     assert (tmp_path / "code-draft-target" / "config.json").exists()

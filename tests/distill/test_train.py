@@ -14,26 +14,26 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import BloomConfig, Lfm2Config, LlamaConfig, LlamaForCausalLM, MambaConfig
 
+from align.checkpoint import Checkpoint, weights_sha256
 from align.errors import UserError
-from align.files import atomic_file
-from align.sources import load_config, load_model, load_tokenizer, read_json
+from align.files import atomic_file, read_json
 from distill import models, train
-from distill.models import check_models
+from distill.models import check_models, open_models
 from distill.recipe import RecipeError, dump
 from distill.run_folder import only_start, refuse_another_run
 from distill.teacher import store
 from distill.teacher.store import Store
 from distill.train import main, run
-from eval.decoding.target import weights_sha256
 from eval.prompts import PromptError
 from tests.dflash import save_published
 
 
 def test_a_full_disk_ends_a_run_with_its_reason_alone(tmp_path, monkeypatch, capsys):
-    def check(recipe):
+    def check(recipe, *_):
         with atomic_file(recipe.folder / "vocab_check.json"):
             raise OSError(errno.ENOSPC, "No space left on device")
 
+    monkeypatch.setattr(train, "open_models", lambda recipe: (None, None))
     monkeypatch.setattr(train, "check_models", check)
     assert main(["--recipe", "code", "--output_dir", str(tmp_path)]) == 2
     shown = capsys.readouterr().err
@@ -63,32 +63,33 @@ def test_a_target_of_the_hub_is_there_before_its_outputs_are_looked_up(
 ):
     """They are stored by the hash of its weights, and a dry run fetches none."""
 
-    def fetch(spec, patterns, *_):
+    def fetch(spec, revision=None):
         (tmp_path / "hub").mkdir(exist_ok=True)
         for path in (folder / "target").iterdir():
-            if path.suffix != ".safetensors" or "*.safetensors" in patterns:
+            if path.suffix != ".safetensors" or revision:
                 shutil.copy(path, tmp_path / "hub")
         return tmp_path / "hub"
 
-    monkeypatch.setattr("align.sources._from_hub", fetch)
+    monkeypatch.setattr("align.checkpoint.from_hub", fetch)
     recipe = job(tmp_path / "run", target="org/target", **PRUNED, dry_run=dry_run)
-    found = weights_sha256(str(check_models(recipe).target.folder))
-    assert found == (None if dry_run else weights_sha256(str(folder / "target")))
+    found = check_models(recipe, *open_models(recipe)).target.sha256
+    assert found == (None if dry_run else weights_sha256(folder / "target"))
 
 
 def test_shards_of_an_older_checkpoint_are_not_read(folder, job, tmp_path):
-    model = load_model(str(folder / "target"), torch.float32)
+    model = Checkpoint.open(folder / "target").load(torch.float32)
     shutil.copytree(folder / "target", tmp_path / "sharded")
     (tmp_path / "sharded" / "model.safetensors").unlink()
     model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
-    expected = weights_sha256(str(tmp_path / "sharded"))
+    expected = weights_sha256(tmp_path / "sharded")
     model.get_input_embeddings().weight.data.zero_()
     model.save_pretrained(tmp_path / "older")
     stale = tmp_path / "older" / "model.safetensors"
     stale.rename(tmp_path / "sharded" / "model-0.safetensors")
-    pair = check_models(job(tmp_path / "run", target=str(tmp_path / "sharded"), **PRUNED))
+    recipe = job(tmp_path / "run", target=str(tmp_path / "sharded"), **PRUNED)
+    pair = check_models(recipe, *open_models(recipe))
     assert pair.target_embedding(torch.float32).abs().sum() > 0
-    assert weights_sha256(str(tmp_path / "sharded")) == expected
+    assert weights_sha256(tmp_path / "sharded") == expected
 
 
 @pytest.mark.parametrize("use_peft", [False, True])
@@ -169,9 +170,9 @@ STRANGE = {
 def test_what_the_files_refute_is_refused_first(
     folder, job, tmp_path, monkeypatch, dry_run, changes, named
 ):
-    read = models.read_vocabulary
     monkeypatch.setattr(models, "load_target", no_target)
-    monkeypatch.setattr(models, "read_vocabulary", lambda *_, **__: read(str(folder / "target")))
+    vocabulary = Checkpoint.open(folder / "target").vocabulary
+    monkeypatch.setattr(Checkpoint, "vocabulary", vocabulary)  # of models without a tokenizer
     for key in changes.keys() & {"target", "draft"}:
         if changes[key] in STRANGE:
             STRANGE[changes[key]].save_pretrained(tmp_path / "model")
@@ -188,7 +189,7 @@ def test_a_published_draft_that_ends_before_the_texts_is_refused_first(
     folder, job, tmp_path, monkeypatch, positions
 ):
     monkeypatch.setattr(models, "load_target", no_target)
-    config = load_config(str(folder / "target"))
+    config = Checkpoint.open(folder / "target").config
     shape = {"head_dim": config.hidden_size // config.num_attention_heads} | config.to_dict()
     path = save_published(tmp_path / "draft", shape, [0]) / "config.json"
     path.write_text(json.dumps(read_json(path) | {"max_position_embeddings": positions}))
@@ -200,7 +201,7 @@ def test_a_published_draft_that_ends_before_the_texts_is_refused_first(
 
 def test_a_smallest_head_holds_what_is_forced(folder, job, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "load_target", no_target)
-    assert len(load_tokenizer(str(folder / "target")).all_special_ids) == 1
+    assert len(Checkpoint.open(folder / "target").tokenizer.all_special_ids) == 1
     recipe = job(tmp_path / "run", **(PRUNED | {"draft_vocab_size": 257}))  # bytes and the stop
     with pytest.raises(AssertionError, match="the target was loaded"):
         run(recipe)

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from align.sources import SourceError
+from align.errors import SourceError
 from eval.prompts import (
     LongPrompts,
     Prompt,

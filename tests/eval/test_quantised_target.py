@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from align.checkpoint import Checkpoint
 from align.errors import UserError
-from align.sources import gguf_kind, load_model
 from align.to_gguf import write_gguf
 from distill.drafters import medusa
 from distill.drafters.kind import Draft
@@ -33,13 +33,13 @@ def folder(tmp_path_factory, tiny_llama):
     shutil.copytree(root / "target", root / "draft")
     (root / "heads").mkdir()
     save_heads(root, root / "heads")
-    write_gguf(root / "target", root / "target.gguf", "q4_0")
+    write_gguf(Checkpoint.open(root / "target"), root / "target.gguf", "q4_0")
     return root
 
 
 def save_heads(root, folder, change=1.0):
     """Medusa heads on the embedding of root/target in fp32, times `change`."""
-    embedding = load_model(str(root / "target"), torch.float32).get_input_embeddings().weight
+    embedding = Checkpoint.open(root / "target").load(torch.float32).get_input_embeddings().weight
     about = {"hidden_size": 32, "vocab_size": 258, "truncated_vocab_size": 258, "num_heads": 1}
     heads = MedusaModel(MedusaConfig(**about))
     medusa.KIND.save(folder, Draft(heads), embedding.detach() * change, "")
@@ -47,12 +47,12 @@ def save_heads(root, folder, change=1.0):
 
 def loaded(folder, name):
     spec = str(folder / name)
-    return load_target(spec, torch.float32, "cpu", 64)
+    return load_target(Checkpoint.open(spec), torch.float32, "cpu", 64)
 
 
 def test_a_target_in_another_dtype_is_the_same(folder, tmp_path):
     """A run in fp32 on a target stored in bf16. Where rounding differs, both dtypes are named."""
-    target = load_target(str(folder / "target"), torch.bfloat16, "cpu", 64)
+    target = load_target(Checkpoint.open(folder / "target"), torch.bfloat16, "cpu", 64)
     assert load_drafter(str(folder / "heads"), target).form == "medusa"
     save_heads(folder, tmp_path, 1.0001)
     with pytest.raises(UserError, match=r" float32 .* bfloat16,"):
@@ -74,7 +74,7 @@ def test_a_draft_made_for_a_target_drafts_for_its_quantised_file(folder):
 
 
 def test_the_report_names_the_quantisation(folder, run_info, measurement):
-    assert gguf_kind(str(folder / "target.gguf")) == "Q4_0"
+    assert Checkpoint.open(folder / "target.gguf").gguf_kind == "Q4_0"
     drafts = [measurement("tuned", 0.6)]
     target = build_report(run_info, drafts).target_named
     assert target == run_info.about["target"]

@@ -248,8 +248,9 @@ def test_a_name_stands_before_an_equals_sign(text, name, spec):
 
 def test_the_end_of_a_text_is_no_text(folder):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "target")
+    checkpoint = SimpleNamespace(tokenizer=tokenizer)
     end, letter = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("a")
-    spell, special = evaluation.spelling(SimpleNamespace(tokenizer=tokenizer))
+    spell, special = evaluation.spelling(SimpleNamespace(checkpoint=checkpoint))
     assert (spell(end), spell(letter), spell(end + 1)) == (b"</s>", b"a", b"")
     assert special == {end}
 

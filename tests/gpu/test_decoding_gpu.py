@@ -1,9 +1,12 @@
 """The decoder on a GPU: its logits, its losslessness, batches and sampling."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from accelerate import dispatch_model
 
+from align.checkpoint import Checkpoint
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.causal_lm import CausalLMDrafter
 from eval.decoding.graphs import GraphedDecoder
@@ -27,7 +30,9 @@ def pair(tiny_llama):
         model = tiny_llama(1, spread=4, num_key_value_heads=2).to("cuda", dtype)
         draft = tiny_llama(1, spread=4, num_key_value_heads=2, num_hidden_layers=1)
         draft.lm_head = torch.nn.Linear(32, 50, bias=False)
-        target = Target("target", model, None, build_decoder(model, 128), frozenset({60}))
+        target = Target(
+            Checkpoint("target", Path()), model, build_decoder(model, 128), frozenset({60})
+        )
         decoder = build_decoder(draft.to("cuda", dtype).eval(), 128)
         about = {"vocab_size": target.vocab_size, "vocabulary": {}}
         return target, CausalLMDrafter(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from align.sources import cache_folder
+from align.cache import cache_folder
 from distill.train import run
 
 pytestmark = pytest.mark.gpu

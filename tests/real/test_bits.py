@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Another process, because MKL reads at its first use how it shall sum.
 SCRIPT = """
+from align.checkpoint import Checkpoint
 from align.machine import use_machine
 use_machine()
 import torch
@@ -23,10 +24,10 @@ from eval.decoding.target import load_target
 from eval.prompts import render_set
 
 recipe = load_recipe(["--recipe", "code"])
-target = load_target(recipe.target, torch.bfloat16, "cpu", 600)
+target = load_target(Checkpoint.open(recipe.target), torch.bfloat16, "cpu", 600)
 decoder = target.decoder
 prompts = evaluation_prompts(recipe.eval_prompts, 2, 1)
-for ids in render_set("", prompts, target.tokenizer, 600, 70).ids:
+for ids in render_set("", prompts, target.checkpoint.tokenizer, 600, 70).ids:
     cache = decoder.new_cache(1, len(ids) + 80)
     logits = decoder.forward(torch.tensor([ids]), 0, cache, last_only=True)
     text, alone = list(ids), []

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from align.check import compare
+from align.checkpoint import Checkpoint
 from align.vocab_map import build_map
-from align.vocabulary import read_vocabulary
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.fused import FusedDecoder
@@ -38,12 +38,17 @@ NEW = 16  # tokens of an answer: with them every prompt stays inside Gemma's sli
 
 
 @pytest.fixture(scope="module")
-def sides():
-    return read_vocabulary(GEMMA), read_vocabulary(SMOL)
+def models():
+    return Checkpoint.open(GEMMA), Checkpoint.open(SMOL)
 
 
-def test_the_check_says_what_to_do(sides):
-    verdict = compare(*sides)
+@pytest.fixture(scope="module")
+def sides(models):
+    return [model.vocabulary for model in models]
+
+
+def test_the_check_says_what_to_do(models):
+    verdict = compare(*models)
     assert verdict.relation == "intersection"
     assert verdict.strategy == "intersection"
     assert verdict.tuned_strategy == "transplant"
@@ -88,13 +93,13 @@ def test_every_bridge_drafts_and_changes_no_token(pair, tmp_path, strategy):
 def pair():
     """The target in bf16 and in fp32, prompts for it, and its answers."""
     short = [p for p in load_prompts(HUMAN_EVAL) if p.prompt and len(p.prompt) < 700][:3]
-    target = load_target(GEMMA, torch.bfloat16, "cpu", 64)
-    ids = render_set("", short, target.tokenizer, 500, NEW).ids
+    target = load_target(Checkpoint.open(GEMMA), torch.bfloat16, "cpu", 64)
+    ids = render_set("", short, target.checkpoint.tokenizer, 500, NEW).ids
     context = max(map(len, ids)) + NEW + 8
     target.decoder = build_decoder(target.model, context)
     assert isinstance(target.decoder, FusedDecoder)
     answers = target_texts(
         target, dict(zip("abc", ids, strict=True)), Decoding(Sampling(), target.stops, NEW)
     )
-    exact = load_target(GEMMA, torch.float32, "cpu", context)
+    exact = load_target(Checkpoint.open(GEMMA), torch.float32, "cpu", context)
     return target, exact, PromptSet("HumanEval", short, ids), answers

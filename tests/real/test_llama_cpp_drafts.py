@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from align.checkpoint import Checkpoint
 from align.errors import UserError
 from align.machine import cores
-from align.sources import load_model, load_tokenizer
 from eval.decoding.drafters import LOOKUP_FIRST
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding, decode
@@ -39,7 +39,10 @@ def accepted_up_to(outputs):
 def save_ascii_target(folder):
     """A target that writes ASCII, because llama-server refuses outputs that are no UTF-8."""
     save_sibling(folder, LARGE, 1, layers=7)  # fewer have no three states for an EAGLE-3 draft
-    model, words = load_model(str(folder), torch.float32), load_tokenizer(str(folder)).get_vocab()
+    model, words = (
+        Checkpoint.open(folder).load(torch.float32),
+        Checkpoint.open(folder).tokenizer.get_vocab(),
+    )
     others = [i for token, i in words.items() if not token.replace("Ġ", "").isascii()]
     with torch.no_grad():
         head = model.lm_head.weight
@@ -62,10 +65,12 @@ def test_a_draft_that_reads_states(drafter, keys, tmp_path, distilled, monkeypat
     draft = str(distilled("run", drafter=drafter, max_steps=150, **keys))
     (tmp_path / "gguf").mkdir()
     spec = str(tmp_path / "target")
-    servers = LlamaServers(spec, [draft, LOOKUP_FIRST + draft], tmp_path / "gguf", 200, 1, ())
+    servers = LlamaServers(
+        Checkpoint.open(spec), [draft, LOOKUP_FIRST + draft], tmp_path / "gguf", 200, 1, ()
+    )
     assert not servers.unreadable
 
-    target = load_target(spec, torch.float32, "cpu", 256)
+    target = load_target(Checkpoint.open(spec), torch.float32, "cpu", 256)
     drafter = load_drafter(draft, target)
 
     def served(*drafting):
@@ -74,7 +79,7 @@ def test_a_draft_that_reads_states(drafter, keys, tmp_path, distilled, monkeypat
             return [server.decode(prompt, GREEDY).run for prompt in PROMPTS]
 
     def decoded(prompt, length):
-        ids = target.tokenizer(prompt.prompt)["input_ids"]
+        ids = target.checkpoint.tokenizer(prompt.prompt)["input_ids"]
         return decode(target.decoder, drafter, prompt, ids, GREEDY, length)
 
     plain = served("", 0)

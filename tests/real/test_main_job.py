@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from align.checkpoint import Checkpoint
 from eval.reporting.fields import read_report
 from tests.conftest import cache_without_answers
 from tests.real.conftest import words_of
@@ -97,14 +98,13 @@ def pruned(tmp_path_factory, here):
 def test_the_draft_agrees_with_the_target_in_transformers_alone(pruned):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from align.sources import load_model
     from distill.recipe import load_recipe
 
     recipe = load_recipe(["--recipe", "code"])
     dtype = getattr(torch, recipe.dtype)  # fp32 on a CPU without bf16 instructions
     draft = AutoModelForCausalLM.from_pretrained(pruned / "draft", dtype=dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(pruned / "draft")
-    target = load_model(recipe.target, dtype)
+    target = Checkpoint.open(recipe.target).load(dtype)
     prompts = [json.loads(line) for line in (pruned / "prompts" / "eval.jsonl").open()]
     agreed = total = 0
     for prompt in prompts:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from align.sources import load_model, load_tokenizer, resolve_checkpoint
+from align.checkpoint import Checkpoint
 from distill.drafters.pruned import build_pruned
-from distill.models import check_models
+from distill.models import check_models, open_models
 from distill.prompt_sets import collect_prompts
 from distill.recipe import load_recipe
 from distill.teacher.answers import top_logprobs
@@ -47,7 +47,7 @@ SHORT = {
 
 @pytest.fixture(scope="module")
 def weights():
-    return resolve_checkpoint(load_recipe(["--recipe", "code"]).target)
+    return Checkpoint.open(load_recipe(["--recipe", "code"]).target).folder
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +64,11 @@ def bare(weights, tmp_path_factory):
 @pytest.fixture(scope="module")
 def sibling(weights, tmp_path_factory):
     """The first two layers of the target under its own head."""
-    target = load_model(str(weights), torch.bfloat16)
+    target = Checkpoint.open(weights).load(torch.bfloat16)
     folder = tmp_path_factory.mktemp("sibling")
     head = target.get_output_embeddings().weight.detach().clone()
     build_pruned(target, 2, head).save_pretrained(folder)
-    load_tokenizer(str(weights)).save_pretrained(folder)
+    Checkpoint.open(weights).tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -88,13 +88,13 @@ def arguments(bare, sibling, address, tmp_path_factory):
 
 def test_greedy_tokens_are_ours_and_log_probabilities_within_a_thousandth(arguments, weights):
     recipe = load_recipe(arguments)
-    pair = check_models(recipe)
+    pair = check_models(recipe, *open_models(recipe))
     served = answering_target(recipe, pair, collect_prompts(recipe, pair.target), None)
     served.check()
     request = served.request()
     with ThreadPoolExecutor(8) as pool:  # many in flight: before they are rounded to fp16
         answers = list(pool.map(lambda prompt: served.ask(prompt, request), served.prompts))
-    target = load_target(str(weights), torch.float32, "cpu", 1024)
+    target = load_target(Checkpoint.open(weights), torch.float32, "cpu", 1024)
     tokens = ties = 0
     worst = 0.0
     for answer in answers:

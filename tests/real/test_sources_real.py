@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from align.sources import load_model, load_tokenizer, resolve_checkpoint
+from align.checkpoint import Checkpoint
 from align.token_bytes import tokens_of
 
 pytestmark = pytest.mark.real
@@ -23,7 +23,7 @@ SPEC = (
 
 @pytest.fixture(scope="module")
 def folder():
-    return resolve_checkpoint(SPEC)
+    return Checkpoint.open(SPEC).folder
 
 
 def test_the_checkpoint_is_whole(folder):
@@ -36,7 +36,7 @@ def test_the_checkpoint_is_whole(folder):
 
 
 def test_the_tokenizer_survives_the_conversion(folder):
-    tokenizer = load_tokenizer(SPEC)
+    tokenizer = Checkpoint.open(SPEC).tokenizer
     assert len(tokenizer) == 49152
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
@@ -54,10 +54,9 @@ def test_the_second_load_is_offline(folder, tmp_path):
     script = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from align.sources import load_model, load_tokenizer
 sys.executable = "/nonexistent"  # no pip
-assert len(load_tokenizer(sys.argv[1])) == 49152
-load_model(sys.argv[1], torch.bfloat16)
+assert len(Checkpoint.open(sys.argv[1]).tokenizer) == 49152
+Checkpoint.open(sys.argv[1]).load(torch.bfloat16)
 """
     offline = {"HF_HUB_OFFLINE": "1", "PIP_NO_INDEX": "1", "HF_HOME": str(tmp_path)}
     run = subprocess.run(
@@ -71,7 +70,7 @@ load_model(sys.argv[1], torch.bfloat16)
 
 
 def test_the_model_goes_on_sensibly(folder):
-    model, tokenizer = load_model(SPEC, torch.bfloat16), load_tokenizer(SPEC)
+    model, tokenizer = Checkpoint.open(SPEC).load(torch.bfloat16), Checkpoint.open(SPEC).tokenizer
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
     with torch.inference_mode():

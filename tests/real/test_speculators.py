@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from align.checkpoint import Checkpoint
 from align.errors import UserError
-from align.sources import load_model
 from distill.drafters.kind import Origin, kinds
 from distill.drafters.mtp import SERVED
 from eval.decoding.build import build_decoder
@@ -66,12 +66,12 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def target_of(root):
     """The target of a kind of head."""
-    model = load_target(str(root / "target"), torch.float32, "cpu", 128)
-    hybrid = load_model(str(root / "hybrid"), torch.float32)
+    model = load_target(Checkpoint.open(root / "target"), torch.float32, "cpu", 128)
+    hybrid = Checkpoint.open(root / "hybrid").load(torch.float32)
     decoder = build_decoder(hybrid, 128)
     targets = {
         "target": model,
-        "hybrid": Target(str(root / "hybrid"), hybrid, None, decoder, frozenset()),
+        "hybrid": Target(Checkpoint.open(root / "hybrid"), hybrid, decoder, frozenset()),
     }
     return lambda kind: targets["hybrid" if kind == "mtp" else "target"]
 
@@ -119,7 +119,7 @@ def test_a_head_that_is_written_back_is_the_same_there(root, target_of, kind, tm
     own, layers = kinds()[READ[kind]], load_drafter(str(root / kind), target).layers
     origin = Origin(target, None, [], 1, 4, layers, published=root / kind)
     (tmp_path / "draft").mkdir()
-    own.save(tmp_path / "draft", own.initialise(origin), origin.embedding, target.spec)
+    own.save(tmp_path / "draft", own.initialise(origin), origin.embedding, target.checkpoint)
     if kind == "mtp":  # it lies in its target's own layout
         speculators("extract", tmp_path / "draft" / SERVED, tmp_path / "again")
     else:
@@ -147,7 +147,7 @@ def test_a_head_is_tuned_and_read_there_again(root, tmp_path, distilled, kind):
         load_file(tmp_path / "tuned.safetensors"),
         load_file(root / f"{kind}.safetensors"),
     )
-    target = load_target(str(tmp_path / "target"), torch.float32, "cpu", 128)
+    target = load_target(Checkpoint.open(tmp_path / "target"), torch.float32, "cpu", 128)
     here, there = computed(draft, target, tuned)
     torch.testing.assert_close(here, there, atol=1e-3, rtol=1e-3)
     assert not torch.allclose(there, computed(root / kind, target, before)[1], atol=1e-2)

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig
 
 from align import to_gguf
-from align.sources import load_model, load_tokenizer, resolve_checkpoint
+from align.checkpoint import Checkpoint
 from align.to_gguf import _LLAMA3, write_gguf
 from distill.recipe import load_recipe
 from tests.align.conftest import STRINGS, byte_level_tokenizer  # noqa: F401
@@ -63,7 +63,7 @@ def ask(tmp_path_factory):
 
 def transformers_logits(spec, ids):
     with torch.inference_mode():
-        return load_model(str(spec), torch.float32)(torch.tensor([ids])).logits[0, -1]
+        return Checkpoint.open(spec).load(torch.float32)(torch.tensor([ids])).logits[0, -1]
 
 
 def off(folder, answer, ids):
@@ -85,11 +85,14 @@ def test_llama_cpp_computes_the_same(family, ask, checkpoint, tmp_path, monkeypa
     folder = checkpoint(MODELS[family]())
     ids = [(7 * i) % 420 for i in range(1, 101)]
     files = [tmp_path / "right.gguf"]
-    write_gguf(folder, files[0], "f32")
-    if to_gguf.FAMILIES[load_model(str(folder), torch.float32).config.model_type].name == "LLAMA":
+    write_gguf(Checkpoint.open(folder), files[0], "f32")
+    if (
+        to_gguf.FAMILIES[Checkpoint.open(folder).load(torch.float32).config.model_type].name
+        == "LLAMA"
+    ):
         monkeypatch.setattr(to_gguf, "_interleaved", lambda weight, heads: weight)
         files.append(tmp_path / "rows as they are.gguf")
-        write_gguf(folder, files[1], "f32")
+        write_gguf(Checkpoint.open(folder), files[1], "f32")
     answers = ask(files, [], [ids])
     assert off(folder, answers[0], ids) < 0.02  # keys and values are kept in fp16
     assert all(off(folder, answer, ids) > 0.2 for answer in answers[1:])
@@ -98,17 +101,20 @@ def test_llama_cpp_computes_the_same(family, ask, checkpoint, tmp_path, monkeypa
 @pytest.mark.parametrize("split", [None, split_by(_LLAMA3.replace("{1,3}", ""))])
 def test_llama_cpp_reads_the_same_ids(split, ask, checkpoint, tmp_path):  # noqa: F811
     folder = checkpoint(FAMILIES["llama"](), split)
-    write_gguf(folder, tmp_path / "model.gguf", "f16")
-    tokenizer = load_tokenizer(str(folder))
+    write_gguf(Checkpoint.open(folder), tmp_path / "model.gguf", "f16")
+    tokenizer = Checkpoint.open(folder).tokenizer
     [answer] = ask([tmp_path / "model.gguf"], TEXTS, [])
     assert answer["ids"] == [tokenizer(text).input_ids for text in TEXTS]
 
 
 def test_the_embedded_target(ask, tmp_path):
-    folder = resolve_checkpoint(load_recipe(["--recipe", "code"]).target)
+    folder = Checkpoint.open(load_recipe(["--recipe", "code"]).target).folder
     for kind in ("f32", "q8_0", "q4_0"):
-        write_gguf(folder, tmp_path / f"{kind}.gguf", kind)
-    model, tokenizer = load_model(str(folder), torch.float32), load_tokenizer(str(folder))
+        write_gguf(Checkpoint.open(folder), tmp_path / f"{kind}.gguf", kind)
+    model, tokenizer = (
+        Checkpoint.open(folder).load(torch.float32),
+        Checkpoint.open(folder).tokenizer,
+    )
     prompts = [tokenizer(text).input_ids for text in CODE]
     files = [tmp_path / f"{kind}.gguf" for kind in ("f32", "q8_0", "q4_0")]
     exact, *quantised = ask(files, TEXTS, prompts, most=32)

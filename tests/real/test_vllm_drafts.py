@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from align.sources import read_json
+from align.checkpoint import Checkpoint
+from align.files import read_json
 from distill.drafters.kind import kinds
 from distill.teacher.answers import USED
 from distill.teacher.states import LocalStates, states_of
@@ -67,12 +68,12 @@ def accepted_here(tmp_path, draft, gamma):
 
     The last draft of an output is as long as the others.
     """
-    target = load_target(str(tmp_path / "target"), torch.float32, "cpu", 256)
+    target = load_target(Checkpoint.open(tmp_path / "target"), torch.float32, "cpu", 256)
     drafter = load_drafter(str(draft), target)
     decoding = Decoding(Sampling(), target.stops, NEW + gamma)
     drafts, counts = 0, np.zeros(gamma)
     for prompt in PROMPTS:
-        ids = target.tokenizer(prompt.prompt)["input_ids"]
+        ids = target.checkpoint.tokenizer(prompt.prompt)["input_ids"]
         run = decode(target.decoder, drafter, prompt, ids, decoding, gamma)
         done = run.prefill_tokens
         for tokens, count in zip(run.block_tokens, run.accepted, strict=True):
@@ -149,7 +150,7 @@ def test_a_draft_of_states_from_vllm(tmp_path, distilled, accepted, kind, bits):
     make = in_eight_bits if bits == 8 else shutil.copytree
     make(tmp_path / "whole", tmp_path / "target")
     draft = distilled("run", drafter=kind, answers="vllm", max_gamma=2, max_steps=150)
-    target = load_target(str(tmp_path / "whole"), torch.float32, "cpu", 256)
+    target = load_target(Checkpoint.open(tmp_path / "whole"), torch.float32, "cpu", 256)
     store = Store(Path(read_json(draft.parent / USED)["store"]))
     config = target.model.config.to_dict()
     for layers in (kinds()[kind].target_layers(config), kinds()[kind].fit_layers(config, 1)):

@@ -23,7 +23,7 @@ import pytest
 import torch
 import yaml
 
-from align.sources import resolve_checkpoint
+from align.checkpoint import Checkpoint
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import load_target
@@ -131,7 +131,7 @@ def patched(folder, change):
 @pytest.fixture(scope="module")
 def in_bf16(recipe, draft, vllm, tmp_path_factory):
     """Reports in bf16 of a server that drafts, and of one that does not verify its draft."""
-    target, reports = resolve_checkpoint(recipe["target"]), []
+    target, reports = Checkpoint.open(recipe["target"]).folder, []
     with serve_vllm(target, *BF16) as baseline:
         for change in ("def change(module): pass", UNVERIFIED):
             with (
@@ -184,12 +184,12 @@ def test_sampled_acceptance_is_that_of_the_reference_decoder(
     tmp_path, recipe, draft, installed, method
 ):
     """The counters of 96 prompts; their error is about 0.01."""
-    target = load_target(recipe["target"], torch.bfloat16, "cpu", 1024)
+    target = load_target(Checkpoint.open(recipe["target"]), torch.bfloat16, "cpu", 1024)
     prompts = load_prompts(str(Path(RUN) / "prompts" / "eval.jsonl"))
-    rendered = render_set("", prompts, target.tokenizer, 512, TOKENS)
+    rendered = render_set("", prompts, target.checkpoint.tokenizer, 512, TOKENS)
     how = Decoding(Sampling(0.7), target.stops, TOKENS, SEED, "token", method)
     here = accepted_here(target, load_drafter(str(draft), target), rendered, how, GAMMA)
     with patched(tmp_path, TEMPERATURES):
-        folder = resolve_checkpoint(recipe["target"])
+        folder = Checkpoint.open(recipe["target"]).folder
         there = accepted_there(folder, draft, prompts, how, GAMMA)
     assert np.allclose(there, here, atol=0.03)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from align.checkpoint import Checkpoint
 from align.errors import UserError
-from align.sources import opened_weights, read_json, weight_files
+from align.files import read_json
 from eval.decoding.target import tensor_sha256
 
 COMPACT = "draftsmith-compact/2"
@@ -43,11 +44,7 @@ def check_compact(folder: Path, embedding: Tensor, dtype: torch.dtype) -> Mappin
 
 def weights_of(folder: Path, device: str) -> dict[str, Tensor]:
     """All tensors of a folder's weights, by name. Raises SourceError if a file is damaged."""
-    tensors: dict[str, Tensor] = {}
-    for path in weight_files(folder):
-        with opened_weights(path, device=device) as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return tensors
+    return Checkpoint(str(folder), folder).tensors(device=device)
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:

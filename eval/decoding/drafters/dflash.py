@@ -32,7 +32,7 @@ from transformers import PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
 from align.dflash_config import DFLASH2, SLIDING, is_dflash, plain_config
 from align.errors import UserError
-from align.sources import read_json
+from align.files import read_json
 from eval.decoding.build import longest_context
 from eval.decoding.drafters import eagle3
 from eval.decoding.drafters.compact import (

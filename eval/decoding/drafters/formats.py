@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from align.errors import UserError
-from align.sources import read_json
+from align.files import read_json
 from eval.decoding import drafters
 from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.target import Target

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from align.checkpoint import Checkpoint
 from align.errors import UserError
-from align.sources import load_model, read_json, resolve_checkpoint
+from align.files import read_json
 from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
 from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.drafters.formats import DraftFormat, formats, published_format
@@ -15,43 +14,48 @@ from eval.decoding.target import Target
 
 
 def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
-    """The drafter of a spec.
-
-    spec: `prompt-lookup`; `lookup-first:SPEC`; a folder with compact.json; a published EAGLE-3 or
-    DFlash draft or Medusa heads; or any other model, whose vocabulary is mapped by `strategy`
-    (align/check.py). Raises UserError if the draft cannot draft for the target without loss.
-    """
+    """The drafter of a spec: `prompt-lookup`, `lookup-first:SPEC`, or a model's."""
     if spec == LOOKUP:
         return prompt_lookup(target)
     if spec.startswith(LOOKUP_FIRST):
         return lookup_first(
             load_drafter(spec.removeprefix(LOOKUP_FIRST), target, strategy), target.stops
         )
-    if (Path(spec) / "compact.json").is_file():
-        name = read_json(Path(spec) / "compact.json")["drafter"]
+    return model_drafter(Checkpoint.open(spec), target, strategy)
+
+
+def model_drafter(draft: Checkpoint, target: Target, strategy: str = "auto") -> Drafter:
+    """The drafter of a folder with compact.json, of a published EAGLE-3 or DFlash draft or Medusa
+    heads, or of any other model, whose vocabulary is mapped by `strategy` (align/check.py).
+
+    Raises UserError if the draft cannot draft for the target without loss.
+    """
+    if (compact := draft.folder / "compact.json").is_file():
+        name = read_json(compact)["drafter"]
         if (kind := formats().get(name)) is None:
             raise UserError(
-                f"{spec} is a draft of kind {name!r}, but this version knows only "
+                f"{draft.spec} is a draft of kind {name!r}, but this version knows only "
                 f"{', '.join(formats())}; train a draft of one of these kinds."
             )
     else:
-        kind = published_format(resolve_checkpoint(spec, weights=False))
+        kind = published_format(draft.folder)
     if kind is None:
-        return sibling_drafter(load_model(spec, target.decoder.dtype), spec, target, strategy)
-    folder = resolve_checkpoint(spec)
-    refuse_longer(folder, kind, target)
-    drafter = kind.load(folder, target)
-    drafter.path = spec
+        return sibling_drafter(draft, target, strategy)
+    draft.fetch()
+    draft.refuse_quantised()
+    refuse_longer(draft, kind, target)
+    drafter = kind.load(draft.folder, target)
+    drafter.path = draft.spec
     return drafter
 
 
-def refuse_longer(folder: Path, kind: DraftFormat, target: Target) -> None:
+def refuse_longer(draft: Checkpoint, kind: DraftFormat, target: Target) -> None:
     """Raise UserError if engines stop drafting before the end of the target's longest text."""
-    positions = kind.positions(read_json(folder / "config.json"))
+    positions = kind.positions(draft.config_json)
     needed = target.decoder.context_length
     if positions is not None and positions < needed:
         raise UserError(
-            f"{folder} drafts up to position {positions}, but the longest prompt and its output "
-            f"take {needed}; lower max_new_tokens or shorten the prompts, or raise "
+            f"{draft.spec} drafts up to position {positions}, but the longest prompt and its "
+            f"output take {needed}; lower max_new_tokens or shorten the prompts, or raise "
             "max_position_embeddings in its config.json."
         )

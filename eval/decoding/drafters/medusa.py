@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from align.sources import read_json
+from align.files import read_json
 from eval.decoding.drafters.compact import (
     check_compact,
     fill,

@@ -26,8 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from align.checkpoint import Checkpoint
 from align.errors import UserError
-from align.sources import load_config, opened_weights, read_json, weight_files
+from align.files import read_json
 from eval.decoding.drafters.compact import (
     check_compact,
     fill,
@@ -107,12 +108,11 @@ def layer_tensors(folder: Path, config: PreTrainedConfig) -> dict[str, Tensor]:
     config: of the target. Raises UserError if it has none, or several layers.
     """
     tensors, layers = {}, set()
-    for path in weight_files(folder):
-        with opened_weights(path) as file:
-            for name in file.keys():  # noqa: SIM118
-                if place := place_of(name, config):
-                    layers.add(place[0])
-                    tensors[place[1]] = file.get_tensor(name)
+    wanted = Checkpoint.open(folder).tensors(lambda name: place_of(name, config) is not None)
+    for name, tensor in wanted.items():
+        if place := place_of(name, config):
+            layers.add(place[0])
+            tensors[place[1]] = tensor
     if len(layers) != 1:
         raise UserError(
             f"{folder} has {len(layers)} layers for multi-token prediction ({prefix_of(config)}), "
@@ -182,7 +182,7 @@ def load_mtp(
     folder: a draft, or a checkpoint of the target; then `base`, its config, is the target's. Raises
     UserError if the layer is missing or has other parts or another embedding.
     """
-    config = base or load_config(str(folder)).get_text_config()
+    config = base or Checkpoint.open(folder).text_config
     tensors = layer_tensors(folder, config)
     if base is None:
         check_compact(folder, embedding, tensors["eh_proj.weight"].dtype)

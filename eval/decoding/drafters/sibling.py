@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from align.check import choose_strategy, compare
+from align.checkpoint import Checkpoint
 from align.transplant import resized, transplant
 from align.vocab_map import Retokenizer, build_map
-from align.vocabulary import Vocabulary, read_vocabulary
+from align.vocabulary import Vocabulary
 from eval.decoding.build import build_decoder, longest_context
 from eval.decoding.drafters.causal_lm import CausalLMDrafter
 from eval.decoding.drafters.pard import PardDrafter, of_config
@@ -57,15 +58,16 @@ class MapDrafter(CausalLMDrafter):
         return self.own_ids[entries]
 
 
-def sibling_drafter(model: Any, spec: str, target: Target, strategy: str) -> CausalLMDrafter:
-    """The drafter of a model that was loaded from `spec`; the spec's tokenizer is read.
+def sibling_drafter(draft: Checkpoint, target: Target, strategy: str) -> CausalLMDrafter:
+    """The drafter of any language model.
 
     strategy: the vocabulary mapping (align/check.py). Raises UserError if the pair has no lossless
     mapping, or if `strategy` does not fit the pair.
     """
-    target_vocab, draft_vocab = read_vocabulary(target.spec), read_vocabulary(spec)
-    verdict = compare(target_vocab, draft_vocab)
+    target_vocab, draft_vocab = target.checkpoint.vocabulary, draft.vocabulary
+    verdict = compare(target.checkpoint, draft)
     chosen = choose_strategy(verdict, strategy, tuned=False)
+    model: Any = draft.load(target.decoder.dtype)
     model = model.to(target.decoder.device)
     vocab_size, shared = target.decoder.embedding.shape[0], verdict.shared_ids
     if chosen in ("remap", "transplant"):
@@ -82,7 +84,7 @@ def sibling_drafter(model: Any, spec: str, target: Target, strategy: str) -> Cau
     about: dict[str, Any] = {
         "decoder": build_decoder(model, context),
         "vocab_size": vocab_size,
-        "path": spec,
+        "path": draft.spec,
         "vocabulary": {
             "relation": verdict.relation,
             "strategy": chosen,

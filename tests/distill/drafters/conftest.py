@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
-from align.sources import read_json
+from align.checkpoint import Checkpoint
+from align.files import read_json
 from distill.drafters import eagle3
 from distill.drafters.kind import Origin, kinds
 from distill.drafters.mtp import to_train
@@ -23,7 +25,9 @@ def target(tiny_llama):
     # of a size that no kernel for eight bits takes: all is exact in fp32
     shape = {"hidden_size": SIZE, "intermediate_size": 40, "num_hidden_layers": 3}
     model = tiny_llama(0, 4, vocab_size=VOCAB, num_key_value_heads=2, **shape)
-    return Target("tiny", model, None, build_decoder(model, 120), frozenset({VOCAB + 1}))
+    return Target(
+        Checkpoint("tiny", Path()), model, build_decoder(model, 120), frozenset({VOCAB + 1})
+    )
 
 
 @pytest.fixture(scope="session")

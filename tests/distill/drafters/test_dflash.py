@@ -2,12 +2,14 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from align.sources import read_json
+from align.checkpoint import Checkpoint
+from align.files import read_json
 from distill.drafters.dflash import ANCHORS, KIND, read_blocks
 from distill.drafters.kind import Draft, Origin
 from eval.decoding.build import build_decoder
@@ -27,7 +29,7 @@ PROMPTS, TEXTS = (3, 5), ([3, 14, 15, 9, 2, 7, 30, 31], [8, 50, 44, 12, 12, 1, 2
 @pytest.fixture(scope="module")
 def target(tiny_llama):
     model = tiny_llama(3, spread=5, num_hidden_layers=3, num_key_value_heads=2)
-    return Target("tiny", model, None, build_decoder(model, 90), frozenset())
+    return Target(Checkpoint("tiny", Path()), model, build_decoder(model, 90), frozenset())
 
 
 @pytest.fixture(scope="module", params=["both ways", "causal in a window", "DFlash2"])
@@ -186,7 +188,7 @@ def test_several_k_norms_are_seen_because_vllm_on_a_cpu_has_one(target, draft, t
     made = KIND.initialise(Origin(target, None, [], 2, MOST, LAYERS, MASK)).model
     for name, model in (("one", made), ("several", draft)):
         (tmp_path / name).mkdir()
-        KIND.save(tmp_path / name, Draft(model), embedding, "a target")
+        KIND.save(tmp_path / name, Draft(model), embedding, Checkpoint("a target", Path()))
         assert has_several_k_norms(tmp_path / name) == (name == "several")
 
 
@@ -194,7 +196,7 @@ def test_the_layout_of_speculators_is_read_like_z_labs(target, tmp_path):
     draft = KIND.initialise(Origin(target, None, [], 2, MOST, LAYERS, MASK)).model
     embedding, head = target.decoder.embedding, target.model.lm_head.weight
     (tmp_path / "draft").mkdir()
-    KIND.save(tmp_path / "draft", Draft(draft), embedding, "a target")
+    KIND.save(tmp_path / "draft", Draft(draft), embedding, Checkpoint("a target", Path()))
     (tmp_path / "draft" / "compact.json").unlink()
     plain = load_dflash(tmp_path / "draft", embedding, head, target.model.config)[0]
     path = tmp_path / "draft" / "config.json"

@@ -5,7 +5,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING
 
-from align.sources import read_json
+from align.checkpoint import Checkpoint
+from align.files import read_json
 from distill.drafters import eagle3
 from distill.drafters.attention import sees
 from distill.drafters.initialisation import divide_states
@@ -148,7 +149,7 @@ def test_a_published_draft_is_written_as_it_was_read(target, warm_start, tmp_pat
     for again in ("once", "twice"):
         written = tmp_path / again
         written.mkdir()
-        eagle3.KIND.save(written, draft, embedding, str(tmp_path / "target"))
+        eagle3.KIND.save(written, draft, embedding, Checkpoint.open(tmp_path / "target"))
         draft = eagle3.KIND.load(written, embedding, None)
     was, now = (load_file(place / "model.safetensors") for place in (folder, written))
     assert now.keys() == was.keys()
@@ -178,7 +179,7 @@ def test_what_a_config_leaves_out_is_read_as_in_vllm():
 def test_the_number_of_steps_is_kept(target, tmp_path):
     target.model.save_pretrained(tmp_path)
     made = eagle3.KIND.initialise(Origin(target, None, [], 1, 3, LAYERS, ttt_steps=2))
-    eagle3.KIND.save(tmp_path, made, target.decoder.embedding, str(tmp_path))
+    eagle3.KIND.save(tmp_path, made, target.decoder.embedding, target.checkpoint)
     for model in (made.model, eagle3.KIND.load(tmp_path, target.decoder.embedding, None).model):
         batch = batch_of([[1] * 10], [5], [torch.randn(9, len(LAYERS), SIZE)])
         found = eagle3.KIND.head_input(model, planned(batch, eagle3.KIND, model))
@@ -209,7 +210,7 @@ def test_the_export_has_the_names_that_engines_load(finished):
 def test_a_draft_that_reads_layers_the_target_lacks_is_refused(finished, copied):
     recipe = finished("eagle3")
     draft = copied(recipe.folder / "draft", {"layers": [9]}, "compact.json")
-    target = load_target(recipe.target, torch.float32, "cpu", 64)
+    target = load_target(Checkpoint.open(recipe.target), torch.float32, "cpu", 64)
     with pytest.raises(ValueError, match=r"layers \[9\], but this target has 2"):
         load_drafter(str(draft), target)
 

@@ -6,12 +6,14 @@ CUDA, because a CPU takes it apart; its gradients are zeros here.
 """
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from align.checkpoint import Checkpoint
 from distill.drafters.attention import Attention
 from distill.drafters.kind import Origin, kinds
 from distill.loss_forward import give_loss_forward
@@ -74,7 +76,7 @@ def test_a_step_starts_few_kernels_and_reads_nothing_off_the_device(
 ):
     shape = {"hidden_size": SIZE, "intermediate_size": 40, "num_hidden_layers": 24}
     model = tiny_llama(0, 4, vocab_size=VOCAB, num_key_value_heads=2, **shape)
-    target = Target("tiny", model, None, build_decoder(model, 120), frozenset())
+    target = Target(Checkpoint("tiny", Path()), model, build_decoder(model, 120), frozenset())
     kind = kinds()[name]
     read = kind.target_layers(model.config.to_dict())
     draft = kind.initialise(Origin(target, None, [], layers, 6, read, MASK)).model.float()

@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from align.sources import read_json
+from align.checkpoint import Checkpoint
+from align.files import read_json
 from distill.clock import Clock
 from distill.drafters.attention import Attention, sees
 from distill.drafters.kind import kinds
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
-from distill.models import check_models, target_loader
+from distill.models import check_models, open_models, target_loader
 from distill.prepare import prepare_draft, untrained_drafter
 from distill.prompt_sets import collect_prompts
 from distill.recipe import build_recipe
@@ -126,9 +127,9 @@ def test_layers_that_do_not_keep_packed_texts_apart_get_a_row_each(tiny_llama):
 def test_a_step_in_small_batches_is_that_of_a_large_one(finished, tmp_path, name):
     folder = shutil.copytree(finished(name).folder, tmp_path / "run")
     recipe = dataclasses.replace(finished(name), output_dir=str(folder))
-    pair = check_models(recipe)
+    pair = check_models(recipe, *open_models(recipe))
     prompts = collect_prompts(recipe, pair.target)
-    load = target_loader(recipe, prompts)
+    load = target_loader(recipe, pair, prompts)
     store = Store(Path(read_json(folder / USED)["store"]))
     answers = Answers(store, names_of(prompts.training.ids))
     weights = []
@@ -148,17 +149,17 @@ def test_a_step_in_small_batches_is_that_of_a_large_one(finished, tmp_path, name
 
 def test_a_spread_target_is_for_one_process(finished, monkeypatch):
     recipe = dataclasses.replace(finished("medusa"), device_map="auto")
-    check_models(recipe)
+    check_models(recipe, *open_models(recipe))
     monkeypatch.setattr("distill.models.PartialState", lambda: SimpleNamespace(num_processes=2))
     with pytest.raises(ValueError, match="device_map is auto, but 2 processes"):
-        check_models(recipe)
+        check_models(recipe, *open_models(recipe))
 
 
 @pytest.mark.parametrize("name", ["remap", "trimmed", "eagle3", "medusa", "mtp", "pard sibling"])
 def test_an_untrained_drafter_is_of_the_kind_that_will_draft(finished, name):
     recipe = finished(name)
-    target = load_target(recipe.target, torch.float32, "cpu", 64)
-    found = untrained_drafter(recipe, check_models(recipe), target)
+    target = load_target(Checkpoint.open(recipe.target), torch.float32, "cpu", 64)
+    found = untrained_drafter(recipe, check_models(recipe, *open_models(recipe)), target)
     trained = load_drafter(str(recipe.folder / "draft"), target)
     assert type(found) is type(trained)
     assert found.kv_bytes_per_token == trained.kv_bytes_per_token

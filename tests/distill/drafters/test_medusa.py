@@ -1,10 +1,13 @@
 """Medusa heads as they are trained: what they learn from, their fit, their export."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from align.checkpoint import Checkpoint
 from align.errors import UserError
-from align.sources import read_json
+from align.files import read_json
 from distill.drafters import medusa
 from distill.drafters.kind import Draft
 from distill.drafters.medusa import fit_heads
@@ -106,7 +109,7 @@ def test_heads_deeper_than_every_output_are_not_fitted(length):
 
 def test_heads_are_read_as_they_were_saved_and_by_no_other_target(tmp_path):
     model, embedding = heads(), torch.randn(VOCAB, SIZE)
-    medusa.KIND.save(tmp_path, Draft(model, KEPT), embedding, "a target")
+    medusa.KIND.save(tmp_path, Draft(model, KEPT), embedding, Checkpoint("a target", Path()))
     found, ids, *_ = medusa.KIND.load(tmp_path, embedding, None)
     assert torch.equal(ids, KEPT)
     for name, tensor in model.state_dict().items():

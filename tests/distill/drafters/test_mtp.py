@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from transformers.modeling_layers import MtpModel
 
+from align.checkpoint import Checkpoint, weight_files
 from align.errors import UserError
-from align.sources import read_json, weight_files
+from align.files import read_json
 from distill.drafters import mtp
 from distill.drafters.kind import Origin
 from distill.teacher.states import read_states
@@ -31,7 +32,8 @@ GAMMA = 3
 
 def loaded(folder):
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    return Target(str(folder), model, None, build_decoder(model, 120), frozenset({62}))
+    checkpoint = Checkpoint.open(folder)
+    return Target(checkpoint, model, build_decoder(model, 120), frozenset({62}))
 
 
 def base_draft(target):
@@ -112,7 +114,7 @@ def test_what_is_not_trained_is_written_back_to_the_bit(tmp_path, family, dtype)
     target = loaded(source)
     draft = base_draft(target)
     embedding = target.decoder.embedding
-    mtp.KIND.save(folder, draft, embedding, str(source))
+    mtp.KIND.save(folder, draft, embedding, Checkpoint.open(source))
     before = weights_of(source)
     after = load_file(folder / "model.safetensors")
     prefix = "mtp." if FAMILIES[family] is HYBRID else "model.layers.2."
@@ -132,7 +134,7 @@ def test_what_is_not_trained_is_written_back_to_the_bit(tmp_path, family, dtype)
         trained_weight(draft.model.model.layers[0], dense)[1] += 1
     served, tuned = tmp_path / "tuned" / SERVED, tmp_path / "tuned"
     tuned.mkdir()
-    mtp.KIND.save(tuned, draft, embedding, str(source))
+    mtp.KIND.save(tuned, draft, embedding, Checkpoint.open(source))
     places = read_json(served / "model.safetensors.index.json")["weight_map"]
     assert places.keys() == before.keys() | head
     assert {name for name in places if places[name] == "tuned-mtp.safetensors"} == after.keys()
@@ -184,7 +186,7 @@ def test_a_checkpoint_with_a_vision_model_is_a_target_like_one_without(tmp_path)
     target = loaded(source)
     draft = base_draft(target)
     folder.mkdir()
-    mtp.KIND.save(folder, draft, target.decoder.embedding, str(source))
+    mtp.KIND.save(folder, draft, target.decoder.embedding, Checkpoint.open(source))
     written = load_file(folder / "model.safetensors")
     assert written.keys() == head.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in head.items())

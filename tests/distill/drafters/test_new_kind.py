@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from align.sources import read_json
+from align.files import read_json
 from distill import drafters as training
 from distill.drafters.kind import kinds
 from distill.recipe import RecipeError

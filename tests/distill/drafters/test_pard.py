@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from align.sources import read_json
+from align.checkpoint import Checkpoint
+from align.files import read_json
 from distill.drafters.pard import KIND, give_mask, read_with_masks, with_mask_row
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
@@ -40,7 +41,9 @@ def test_a_run_ends_in_a_folder_that_drafts_at_once(finished, name):
     about = read_json(draft / "config.json")
     assert (about["pard_token"], about["pard_tokens"], about["vocab_size"]) == (TOKENS, 3, ROWS)
     plain = AutoModelForCausalLM.from_pretrained(draft)
-    drafter = load_drafter(str(draft), load_target(recipe.target, torch.float32, "cpu", 64))
+    drafter = load_drafter(
+        str(draft), load_target(Checkpoint.open(recipe.target), torch.float32, "cpu", 64)
+    )
     assert isinstance(drafter, PardDrafter)
     assert (drafter.mask, drafter.most) == (TOKENS, 3)
     # what our own form drafts, the full form does in a plain pass over text and masks

@@ -1,10 +1,12 @@
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import GemmaConfig, LlamaForCausalLM
 
+from align.checkpoint import Checkpoint
 from align.trim import choose_tokens
 from distill.drafters.initialisation import FrozenEmbedding
 from distill.drafters.kind import Origin
@@ -45,7 +47,7 @@ def answers(target):
 
 
 def as_target(model):
-    return Target("tiny", model, None, build_decoder(model, 64), frozenset())
+    return Target(Checkpoint("tiny", Path()), model, build_decoder(model, 64), frozenset())
 
 
 def prune_and_fit(target, answers, num_layers, head_size, forced):

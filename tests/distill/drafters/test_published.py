@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from align.checkpoint import Checkpoint
 from align.errors import UserError
-from align.sources import load_model, read_json
-from distill.models import with_published_kind
+from align.files import read_json
+from distill.models import open_models, with_published_kind
 from distill.train import run
 from eval.decoding.drafters import dflash, eagle3, medusa
 from eval.decoding.forward import input_embedding
@@ -71,6 +72,10 @@ def random_eagle3(draft, layout):
     return PublishedEagle3(layout, shape, about[eagle3.LAYERS], token_ids)
 
 
+def of_kind(recipe):
+    return with_published_kind(recipe, *open_models(recipe))
+
+
 @pytest.fixture(scope="module")
 def published(finished, tmp_path_factory):
     """Folders by layout, and the alpha that each trained draft was left with."""
@@ -119,23 +124,23 @@ def test_it_starts_as_it_was_is_tuned_and_leaves_in_its_layout(
 
 def test_the_kind_and_the_head_are_read_from_the_draft(job, published, tmp_path):
     root, _ = published
-    found = with_published_kind(job(tmp_path, draft=str(root / "eagle")))
+    found = of_kind(job(tmp_path, draft=str(root / "eagle")))
     assert (found.kind_name, found.draft_vocab_size, found.sibling) == ("eagle3", 270, None)
-    whole = with_published_kind(job(tmp_path, draft=str(root / "medusa")))
+    whole = of_kind(job(tmp_path, draft=str(root / "medusa")))
     assert (whole.kind_name, whole.draft_vocab_size) == ("medusa", None)
     plain = job(tmp_path)
-    assert with_published_kind(plain) is plain
+    assert of_kind(plain) is plain
     with pytest.raises(ValueError, match=r"drafter is 'medusa', but draft .* of kind 'eagle3'"):
-        with_published_kind(job(tmp_path, draft=str(root / "eagle"), drafter="medusa"))
+        of_kind(job(tmp_path, draft=str(root / "eagle"), drafter="medusa"))
     with pytest.raises(ValueError, match=r"drafter is 'eagle3', but draft .* of kind 'sibling'"):
-        with_published_kind(job(tmp_path, drafter="eagle3"))
+        of_kind(job(tmp_path, drafter="eagle3"))
     shutil.copytree(root / "eagle", tmp_path / "other")
     about = read_json(root / "eagle" / "config.json") | {"hidden_size": 96}
     (tmp_path / "other" / "config.json").write_text(json.dumps(about))
     with pytest.raises(ValueError, match="target with hidden_size 96"):
-        with_published_kind(job(tmp_path, draft=str(tmp_path / "other")))
+        of_kind(job(tmp_path, draft=str(tmp_path / "other")))
     with pytest.raises(ValueError, match="use_peft is true"):
-        with_published_kind(job(tmp_path, draft=str(root / "eagle"), use_peft=True))
+        of_kind(job(tmp_path, draft=str(root / "eagle"), use_peft=True))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +178,7 @@ def test_what_cannot_be_computed_is_refused(published, folder, tmp_path, layout,
     path = tmp_path / "draft" / "config.json"
     about = (read_json(path) | changes).items()
     path.write_text(json.dumps({key: value for key, value in about if value is not None}))
-    target = load_model(str(folder / TARGET_OF.get(layout, "target")), torch.float32)
+    target = Checkpoint.open(folder / TARGET_OF.get(layout, "target")).load(torch.float32)
 
     def load_dflash(draft, embedding, config):
         return dflash.load_dflash(draft, embedding, target.lm_head.weight, config)
@@ -187,7 +192,7 @@ def test_medusa_heads_of_the_whole_vocabulary_need_not_name_its_size(published, 
     path = shutil.copytree(published[0] / "medusa", tmp_path / "draft") / "config.json"
     about = read_json(path)
     path.write_text(json.dumps({k: v for k, v in about.items() if k != "truncated_vocab_size"}))
-    target = load_model(str(folder / "target"), torch.float32)
+    target = Checkpoint.open(folder / "target").load(torch.float32)
     model, _ = medusa.load_heads(path.parent, input_embedding(target), target.config)
     assert len(model.lm_head.weight) == about["vocab_size"]
 
@@ -195,7 +200,7 @@ def test_medusa_heads_of_the_whole_vocabulary_need_not_name_its_size(published, 
 def test_an_embedding_of_its_own_is_refused_and_the_targets_is_dropped(published, folder, tmp_path):
     shutil.copytree(published[0] / "eagle", tmp_path / "draft")
     path = tmp_path / "draft" / "model.safetensors"
-    target = load_model(str(folder / "target"), torch.float32)
+    target = Checkpoint.open(folder / "target").load(torch.float32)
     own = target.get_input_embeddings().weight.detach().clone()
     tensors = load_file(path)
     save_file(tensors | {"embed_tokens.weight": own}, path)
@@ -209,7 +214,7 @@ def test_an_embedding_of_its_own_is_refused_and_the_targets_is_dropped(published
 
 def test_a_published_pard_draft_is_trained_as_one(job, finished, tmp_path):
     draft = str(finished("pard sibling").folder / "draft")
-    assert with_published_kind(job(tmp_path, draft=draft)).kind_name == "pard"
-    assert with_published_kind(job(tmp_path, draft=draft, drafter="pard")).kind_name == "pard"
+    assert of_kind(job(tmp_path, draft=draft)).kind_name == "pard"
+    assert of_kind(job(tmp_path, draft=draft, drafter="pard")).kind_name == "pard"
     with pytest.raises(UserError, match="sibling"):
-        with_published_kind(job(tmp_path, draft=draft, drafter="sibling"))
+        of_kind(job(tmp_path, draft=draft, drafter="sibling"))

@@ -4,8 +4,8 @@ import pytest
 import torch
 from scipy.stats import chi2
 
+from align.checkpoint import Checkpoint
 from align.errors import UserError
-from align.vocabulary import read_vocabulary
 from distill.teacher import answers as module
 from distill.teacher.answers import LocalTarget, open_store, to_answer, top_logprobs
 from distill.teacher.store import Store
@@ -17,7 +17,7 @@ PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12], [13, 2]]
 
 @pytest.fixture(scope="module")
 def target(folder):
-    return load_target(str(folder / "target"), torch.float32, "cpu", 60)
+    return load_target(Checkpoint.open(folder / "target"), torch.float32, "cpu", 60)
 
 
 @pytest.fixture
@@ -162,8 +162,8 @@ def key(job, folder, tmp_path):
     def make(**changes):
         keys = {"answer_temperature": 0.8, "seed": 1, "target": "target"} | changes
         recipe = job(tmp_path, **keys | {"target": str(folder / keys["target"])})
-        target = read_vocabulary(recipe.target)
-        settings = recipe.answer_settings(target.all_stops)
+        target = Checkpoint.open(recipe.target)
+        settings = recipe.answer_settings(target.stops)
         return open_store(settings, target, recipe.dtype, tmp_path).folder.name
 
     return make

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from align.sources import load_model, load_tokenizer, read_json
-from align.vocabulary import read_vocabulary
+from align.checkpoint import Checkpoint
+from align.files import read_json
 from distill.held_out import held_out_curve
 from distill.prompt_sets import collect_prompts
 from distill.teacher.answers import top_logprobs, with_own
@@ -38,7 +38,7 @@ def chatting(folder, tmp_path_factory):
     """The folder of the tiny target, with a chat template."""
     place = tmp_path_factory.mktemp("chatting") / "target"
     shutil.copytree(folder / "target", place)
-    tokenizer = load_tokenizer(str(place))
+    tokenizer = Checkpoint.open(place).tokenizer
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(place)
     return place
@@ -46,12 +46,12 @@ def chatting(folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def target(chatting):
-    return load_target(str(chatting), torch.float32, "cpu", 128)
+    return load_target(Checkpoint.open(chatting), torch.float32, "cpu", 128)
 
 
 @pytest.fixture(scope="module")
 def vocabulary(chatting):
-    return read_vocabulary(str(chatting))
+    return Checkpoint.open(chatting).vocabulary
 
 
 def messages_of(text):
@@ -68,7 +68,7 @@ def given_by(target, prompts, temperature, seed=0):
 
 def rendered(target, texts=ASKED):
     return [
-        target.tokenizer.apply_chat_template(
+        target.checkpoint.tokenizer.apply_chat_template(
             messages_of(text), add_generation_prompt=True, return_dict=False
         )
         for text in texts
@@ -86,7 +86,7 @@ def log(target, tmp_path_factory):
         {
             "messages": [
                 *messages_of(text),
-                {"role": "assistant", "content": target.tokenizer.decode(ids)},
+                {"role": "assistant", "content": target.checkpoint.tokenizer.decode(ids)},
             ],
             "token_ids": ids,
         }
@@ -134,7 +134,7 @@ def test_a_run_teaches_logged_outputs_and_generates_none(
 
 
 def test_outputs_are_left_out_of_every_set_of_prompts(
-    job, chatting, vocabulary, log, tmp_path, followed, monkeypatch
+    job, chatting, log, tmp_path, followed, monkeypatch
 ):
     monkeypatch.setattr("distill.prepare.domain_mass", None)  # no head is trimmed
     rows = [json.loads(line) for line in log[0].read_text().splitlines()]
@@ -146,7 +146,7 @@ def test_outputs_are_left_out_of_every_set_of_prompts(
     keys |= {"draft": None, "num_draft_layers": 1, "max_steps": 4, "answer_max_new_tokens": LONGEST}
     recipe = job(tmp_path / "run", **keys)
     assert run(recipe, measured=False) == 0
-    held_out = collect_prompts(recipe, vocabulary).held_out
+    held_out = collect_prompts(recipe, Checkpoint.open(recipe.target)).held_out
     curve = held_out_curve(recipe.folder, held_out)
     assert (len(held_out.ids), {point.alpha.n for point in curve.points}) == (2, {1})
     used = read_json(recipe.folder / "answers.json")
@@ -178,7 +178,7 @@ def left_out(target, vocabulary, tmp_path):
 @pytest.fixture(scope="module")
 def other(target, chatting):
     """Another model with the same tokens."""
-    model = load_model(str(chatting), torch.float32)
+    model = Checkpoint.open(chatting).load(torch.float32)
     with torch.no_grad():
         model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
     return dataclasses.replace(target, model=model, decoder=build_decoder(model, 128))
@@ -210,7 +210,7 @@ def test_edited_and_cut_outputs_are_left_out(left_out, target, capsys):
 
 def test_a_text_that_was_emitted_in_other_tokens_is_told_from_an_edit(folder):
     """In a head with more rows than tokens (all of Qwen), also where such a row is likely."""
-    vocabulary = read_vocabulary(str(folder / "roomy"))
+    vocabulary = Checkpoint.open(folder / "roomy").vocabulary
     padding = vocabulary.vocab_size - 1
     assert padding >= len(vocabulary.tokens)
     pieces = {

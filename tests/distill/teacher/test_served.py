@@ -11,8 +11,9 @@ import time
 import pytest
 import torch
 
-from align.sources import cache_folder, load_model, load_tokenizer
-from distill.models import check_models
+from align.cache import cache_folder
+from align.checkpoint import Checkpoint, weights_sha256
+from distill.models import check_models, open_models
 from distill.prompt_sets import collect_prompts
 from distill.publish import main as publish_main
 from distill.publish import publish
@@ -28,7 +29,7 @@ from eval import run as evaluation
 from eval.decoding.build import build_decoder
 from eval.decoding.generation import Kept, generate_batched
 from eval.decoding.loop import Decoding
-from eval.decoding.target import load_target, weights_sha256
+from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.engines.server import API_KEY, ServerError
 from eval.reporting.fields import read_report
@@ -46,7 +47,8 @@ class StandIn(FakeVllm):
     """
 
     def __init__(self, target, **changes):
-        self.target, self.tokenizer, self.scaled, self.swap = target, target.tokenizer, False, None
+        self.target, self.scaled, self.swap = target, False, None
+        self.tokenizer = target.checkpoint.tokenizer
         super().__init__(self, **changes)
 
     @property
@@ -93,16 +95,16 @@ class StandIn(FakeVllm):
 
 @pytest.fixture(scope="module")
 def target(folder):
-    return load_target(str(folder / "target"), torch.float32, "cpu", 128)
+    return load_target(Checkpoint.open(folder / "target"), torch.float32, "cpu", 128)
 
 
 @pytest.fixture(scope="module")
 def other(folder):
     """A fine-tuned one, of the same name and tokenizer."""
-    model = load_model(str(folder / "target"), torch.float32)
+    model = Checkpoint.open(folder / "target").load(torch.float32)
     with torch.no_grad():
         model.lm_head.weight.add_(model.lm_head.weight.flip(0), alpha=0.3)
-    made = load_target(str(folder / "target"), torch.float32, "cpu", 128)
+    made = load_target(Checkpoint.open(folder / "target"), torch.float32, "cpu", 128)
     return dataclasses.replace(made, model=model, decoder=build_decoder(model, 128))
 
 
@@ -152,7 +154,7 @@ def asked():
     """Makes the target of a recipe as it answers, after its check."""
 
     def make(recipe):
-        pair = check_models(recipe)
+        pair = check_models(recipe, *open_models(recipe))
         made = answering_target(recipe, pair, collect_prompts(recipe, pair.target), None)
         made.check()
         return made
@@ -213,7 +215,7 @@ def test_logged_outputs_are_read_as_the_weights_read_them(
     ]
     log.write_text("\n".join(map(json.dumps, rows)))
     recipe = served(server, answers="logged", train_prompts=str(log))
-    tokenizer = load_tokenizer(recipe.target)
+    tokenizer = Checkpoint.open(recipe.target).tokenizer
     tokenizer.chat_template = template
     tokenizer.save_pretrained(recipe.target)
     answers = all_of(asked(recipe))
@@ -362,7 +364,7 @@ def test_what_does_not_fit_is_refused_before_the_first_answer(
 
 def test_a_tokenizer_of_another_is_refused(stand_in, served, asked, folder):
     for other in ("draft", "moved"):
-        strange = stand_in(tokenizer=load_tokenizer(str(folder / other)))
+        strange = stand_in(tokenizer=Checkpoint.open(folder / other).tokenizer)
         with pytest.raises(ServerError, match="reads the prompt as tokens"):
             asked(served(strange))
 
@@ -533,7 +535,7 @@ def test_a_draft_measured_in_running_servers_is_published(stand_in, served, tmp_
     measure = ["--run", str(recipe.folder), *asked, "--gamma", "2", "--output_dir", str(there)]
     assert evaluation.main(measure) == 0
     report = read_report(there)
-    assert report.drafts["tuned"].sha256 == weights_sha256(str(recipe.folder / "draft"))
+    assert report.drafts["tuned"].sha256 == weights_sha256(recipe.folder / "draft")
     publishing = [str(recipe.folder), "--report", str(there), "--license", "mit", "--to"]
     publish_main([*publishing, str(tmp_path / "draft")])
     assert (tmp_path / "draft" / "model.safetensors").is_file()

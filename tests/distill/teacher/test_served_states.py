@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LlavaConfig
 
 import eval.run
-from align.errors import UserError
-from align.sources import SourceError, read_json
-from distill.models import check_models, target_ends
+from align.checkpoint import Checkpoint
+from align.errors import SourceError, UserError
+from align.files import read_json
+from distill.models import check_models, open_models, target_ends
 from distill.prompt_sets import collect_prompts
 from distill.teacher import served_states, started_vllm
 from distill.teacher.answers import USED
@@ -81,7 +82,7 @@ class Extractor(StandIn):
 
 @pytest.fixture(scope="module")
 def target(folder):
-    return load_target(str(folder / "roomy"), torch.float32, "cpu", 128)
+    return load_target(Checkpoint.open(folder / "roomy"), torch.float32, "cpu", 128)
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +134,7 @@ def acceptance(target, draft, texts):
     """The share of first draft tokens that are accepted in the outputs of the training."""
     drafter, accepted = load_drafter(str(draft), target), []
     for text in texts[:12]:
-        ids = target.tokenizer(" ".join(text.split()[:6]))["input_ids"]
+        ids = target.checkpoint.tokenizer(" ".join(text.split()[:6]))["input_ids"]
         decoding = Decoding(Sampling(), target.stops, 12)
         done = decode(target.decoder, drafter, Prompt(text, prompt=text), ids, decoding, 1)
         accepted += [count > 0 for count in done.accepted]
@@ -168,7 +169,7 @@ def test_a_quantised_target_gets_a_draft(
     assert not Path(extracting.folder).exists()
     command = capsys.readouterr().out.partition("python -m eval.run ")[2]
     assert eval.run.parse(shlex.split(command)[:8]).output_dir == recipe.folder
-    pair = check_models(recipe)
+    pair = check_models(recipe, *open_models(recipe))
     read = check_states(recipe.folder, pair.layers, target)
     assert pair.fit_layers == ((2,) if kind == "eagle3" else ())
     if pair.fit_layers:
@@ -228,10 +229,10 @@ def test_states_are_read_where_the_outputs_are_generated(
     """`answers: auto` picks a vLLM on a GPU."""
     monkeypatch.setattr("distill.teacher.started_vllm.who_answers", lambda *_: ("vllm", "a GPU"))
     recipe = job(tmp_path / "run", draft=None, target=str(folder / "roomy"), drafter="eagle3")
-    pair = check_models(recipe)
+    pair = check_models(recipe, *open_models(recipe))
     target = answering_target(recipe, pair, collect_prompts(recipe, pair.target), None)
     if nested:
-        monkeypatch.setattr(served_states, "load_config", lambda spec: LlavaConfig())
+        pair.target.config = LlavaConfig()
     with state_reader(recipe, pair, target, None) as reader:
         assert reader.by == ("local" if nested else "vllm")
 
@@ -283,7 +284,7 @@ def test_a_file_of_another_prompt_or_cut_short_is_refused(tmp_path, target, monk
 
 def test_ends_are_read_by_name(job, folder, quantised, target):
     recipe = job("unused", **SHORT, target=str(quantised), drafter="medusa")
-    ends = target_ends(check_models(recipe), torch.float32, "cpu").model
+    ends = target_ends(check_models(recipe, *open_models(recipe)), torch.float32, "cpu").model
     assert ends.config.num_hidden_layers == target.model.config.num_hidden_layers
     whole = target.model.state_dict()
     read = {name for name, tensor in ends.state_dict().items() if not tensor.is_meta}
@@ -293,7 +294,9 @@ def test_ends_are_read_by_name(job, folder, quantised, target):
     for name in read:
         assert torch.equal(ends.state_dict()[name], whole[name])
     recipe = job("unused", **SHORT, target=str(folder / "roomy"), drafter="medusa")
-    ends = target_ends(check_models(recipe), torch.bfloat16, "cpu").model.state_dict()
+    ends = target_ends(
+        check_models(recipe, *open_models(recipe)), torch.bfloat16, "cpu"
+    ).model.state_dict()
     assert "model.layers.1.mlp.up_proj.weight" not in ends
     for name, tensor in ends.items():
         assert torch.equal(tensor, whole[name].bfloat16())

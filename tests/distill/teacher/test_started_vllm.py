@@ -10,8 +10,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from align.sources import read_json
-from distill.models import check_models
+from align.checkpoint import Checkpoint
+from align.files import read_json
+from distill.models import check_models, open_models
 from distill.prompt_sets import collect_prompts
 from distill.teacher import started_vllm
 from distill.teacher.answers import who_answers
@@ -32,7 +33,7 @@ def started(monkeypatch):
 
     @contextmanager
     def serve(target, *arguments):
-        model = load_target(str(target), torch.float32, "cpu", 128)
+        model = load_target(Checkpoint.open(target), torch.float32, "cpu", 128)
         server = StandIn(model, names=["target"], ended=False)
         servers.append((server, target, arguments))
         try:
@@ -82,7 +83,7 @@ def test_a_run_answers_there_and_goes_on_as_one_that_answers_itself(
 def asked(job, tmp_path):
     """A recipe's target that is to answer in a vLLM of its own."""
     recipe = job(tmp_path / "run", answers="vllm", answer_batch_size=2, answer_max_new_tokens=12)
-    pair = check_models(recipe)
+    pair = check_models(recipe, *open_models(recipe))
     return answering_target(recipe, pair, collect_prompts(recipe, pair.target), None)
 
 

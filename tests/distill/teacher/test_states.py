@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distill import train
-from distill.models import check_models, target_loader
+from distill.models import check_models, open_models, target_loader
 from distill.prompt_sets import collect_prompts
 from distill.teacher import states as module
 from distill.teacher.answers import LocalTarget
@@ -21,11 +21,11 @@ LAYERS = (1,)
 def begun(job, tmp_path):
     """A run that has not answered anything yet: its target, which reads LAYERS, and prompts."""
     recipe = job(tmp_path / "run", draft=None, drafter="eagle3", answer_batch_size=3)
-    pair = check_models(recipe)
+    pair = check_models(recipe, *open_models(recipe))
     assert pair.layers == LAYERS
     prompts = collect_prompts(recipe, pair.target)
-    settings = recipe.answer_settings(pair.target.all_stops)
-    load = target_loader(recipe, prompts)
+    settings = recipe.answer_settings(pair.target.stops)
+    load = target_loader(recipe, pair, prompts)
     return LocalTarget(Store(tmp_path / "store"), settings, load, LAYERS), prompts.training.ids
 
 

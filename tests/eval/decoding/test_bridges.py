@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from align.check import compare
-from align.sources import load_model
+from align.checkpoint import Checkpoint
 from align.transplant import transplant
 from align.vocab_map import build_map
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters import loading
 from eval.decoding.drafters.drafter import Text
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.drafters.sibling import MapDrafter
@@ -56,8 +55,9 @@ def checkpoints(tmp_path_factory, tiny_llama):
 
 @pytest.fixture
 def target(checkpoints, forwards):
-    model = load_model(str(checkpoints / "target"), torch.float32)
-    return Target(str(checkpoints / "target"), model, None, build_decoder(model, 60), NEVER)
+    checkpoint = Checkpoint.open(checkpoints / "target")
+    model = checkpoint.load(torch.float32)
+    return Target(checkpoint, model, build_decoder(model, 60), NEVER)
 
 
 @pytest.fixture
@@ -75,11 +75,11 @@ def load(checkpoints, target):
 
 @pytest.mark.parametrize("name", BRIDGES)
 def test_no_strategy_changes_the_model_it_is_given(checkpoints, load, monkeypatch, name):
-    given = load_model(str(checkpoints / name), torch.float32)
+    given = Checkpoint.open(checkpoints / name).load(torch.float32)
     before = {key: tensor.clone() for key, tensor in given.state_dict().items()}
     configs = (given.config.to_dict(), given.generation_config.to_dict())
     modules = [id(module) for module in given.modules()]
-    monkeypatch.setattr(loading, "load_model", lambda spec, dtype: given)
+    monkeypatch.setattr(Checkpoint, "load", lambda *_: given)
     load(name)
     assert before.keys() == given.state_dict().keys()
     assert all(tensor.equal(before[key]) for key, tensor in given.state_dict().items())
@@ -122,7 +122,7 @@ def plain_q(name, model, context, sampling):
 def test_q_is_the_drafts_own_over_the_shared_tokens(checkpoints, load, name):
     """After every stretch of a text, and while it grows."""
     draft = load(name)
-    model = load_model(str(checkpoints / name), torch.float32)
+    model = Checkpoint.open(checkpoints / name).load(torch.float32)
     text = [0, 3, 2, 3, 1, 0, 3, 3, 2, 1, 1, 0]
     for sampling in (SAMPLING, Sampling(1.0)):
         forced = draft.teacher_forced(IDS, text, sampling, {})
@@ -209,9 +209,9 @@ def shuffled(tmp_path):
     return target, draft
 
 
-def test_remapped_logits_are_the_old_ones_in_the_targets_order(shuffled, model):
+def test_remapped_logits_are_the_old_ones_in_the_targets_order(shuffled, model, tmp_path):
     target, draft = shuffled
-    verdict = compare(target, draft)
+    verdict = compare(*(Checkpoint.open(tmp_path / side) for side in "td"))
     assert (verdict.relation, verdict.strategy, verdict.tuned_strategy) == (
         "permuted",
         "remap",

@@ -7,11 +7,13 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import Qwen3Config
 
+from align.checkpoint import Checkpoint
 from align.transplant import transplant
 from align.vocab_map import build_map
 from eval.decoding import forward
@@ -249,7 +251,9 @@ def world(tiny, letters, tmp_path_factory, forwards):
     words = [*map("".join, theirs), *LETTERS[::-1]]
     draft = make_side(folder / "draft", words, theirs, [("<|end|>", True)], "<|end|>")
 
-    loaded = Target("tiny", tiny(0, 42), letters(42), build_decoder(tiny(0, 42), CONTEXT), NEVER)
+    checkpoint = Checkpoint("tiny", Path())
+    checkpoint.tokenizer = letters(42)
+    loaded = Target(checkpoint, tiny(0, 42), build_decoder(tiny(0, 42), CONTEXT), NEVER)
     return World(loaded, (target, draft), tiny, remember=False)
 
 
@@ -261,7 +265,9 @@ def small(tiny, tmp_path_factory, forwards):
     draft = make_side(folder / "draft", ["aa", "a", "b", "ab"], [["a", "a"], ["a", "b"]])
 
     decoder = Remembered(build_decoder(tiny(0, 6), 40))
-    return World(Target("tiny", tiny(0, 6), None, decoder, NEVER), (target, draft), tiny, True)
+    return World(
+        Target(Checkpoint("tiny", Path()), tiny(0, 6), decoder, NEVER), (target, draft), tiny, True
+    )
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,14 @@
 
 import gc
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from align.checkpoint import Checkpoint
 from eval.decoding import forward, fused, generation, graphs, loop
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.causal_lm import CausalLMDrafter, teacher_forced_logits
@@ -168,7 +170,7 @@ def test_nothing_is_recorded_within_a_timed_text(tiny, pair, monkeypatch, journa
 
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) / 1e3 + 1000 * len(made))
     monkeypatch.setattr(loop, "time", clock)
-    target = Target("tiny", tiny(0), None, graph(plain), frozenset())
+    target = Target(Checkpoint("tiny", Path()), tiny(0), graph(plain), frozenset())
     near = draft(tiny, graph)
     how = Decoding(Sampling(), frozenset(), 30)
     contenders = {
@@ -197,7 +199,9 @@ def test_a_graph_that_is_wrong_in_an_early_bucket_is_a_mismatch(tiny, pair, monk
 
         return changed
 
-    target = Target("tiny", tiny(0), None, GraphedDecoder(pair[0], early), frozenset())
+    target = Target(
+        Checkpoint("tiny", Path()), tiny(0), GraphedDecoder(pair[0], early), frozenset()
+    )
     how, prompt = Decoding(Sampling(), frozenset(), 60), Prompt("p", prompt="unused")
     run = decode(target.decoder, None, prompt, IDS, how)
     check, prompts = LosslessCheck(target, how, str), PromptSet("made up", [prompt], [IDS])
@@ -242,7 +246,9 @@ def test_a_broken_graph_is_a_mismatch_and_no_near_tie(
 ):
     as_on_a_gpu(monkeypatch, lambda: record)
     model = tiny(0).to(dtype)
-    target = Target("tiny", model, letters(VOCAB), build_decoder(model, CONTEXT), frozenset({99}))
+    checkpoint = Checkpoint("tiny", Path())
+    checkpoint.tokenizer = letters(VOCAB)
+    target = Target(checkpoint, model, build_decoder(model, CONTEXT), frozenset({99}))
     near = draft(lambda seed: tiny(seed).to(dtype), lambda decoder: decoder)
     ids = [[*range(i, i + 7)] for i in range(4)]
     prompts = PromptSet("made up", [Prompt(f"p{i}", prompt="unused") for i in range(4)], ids)

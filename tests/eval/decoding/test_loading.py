@@ -1,9 +1,11 @@
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from align.checkpoint import Checkpoint
 from align.errors import UserError
 from distill.drafters.eagle3 import KIND
 from distill.drafters.initialisation import to_train
@@ -21,7 +23,7 @@ from tests.eagle3 import PublishedEagle3
 @pytest.fixture
 def target(tiny_llama):
     model = tiny_llama(spread=4, vocab_size=64).eval()
-    return Target("target", model, None, build_decoder(model, 64), frozenset())
+    return Target(Checkpoint("target", Path()), model, build_decoder(model, 64), frozenset())
 
 
 @pytest.fixture
@@ -63,7 +65,7 @@ def test_a_trained_draft_of_shorter_texts_than_the_prompts_is_refused(draft, tar
     (tmp_path / "trained").mkdir()
     trained = Draft(to_train(model, torch.ones(1), embedding), ids)
     trained.model.ttt_steps = 1
-    KIND.save(tmp_path / "trained", trained, embedding, "target")
+    KIND.save(tmp_path / "trained", trained, embedding, target.checkpoint)
     with pytest.raises(UserError, match="up to position 63"):
         load_drafter(str(tmp_path / "trained"), target)
 

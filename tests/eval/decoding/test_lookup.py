@@ -2,10 +2,12 @@
 
 import dataclasses
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
+from align.checkpoint import Checkpoint
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.causal_lm import CausalLMDrafter
 from eval.decoding.drafters.drafter import Text
@@ -31,7 +33,7 @@ GREEDY = Decoding(Sampling(), frozenset({VOCAB + 1}), 40)
 @pytest.fixture(scope="module")
 def target(tiny_llama, forwards):
     model = tiny_llama(0, spread=4, vocab_size=VOCAB, eos_token_id=None, bos_token_id=None)
-    return Target("tiny", model, None, build_decoder(model, 100), GREEDY.stops)
+    return Target(Checkpoint("tiny", Path()), model, build_decoder(model, 100), GREEDY.stops)
 
 
 def scanned(text, count, shortest=1, stops=GREEDY.stops):

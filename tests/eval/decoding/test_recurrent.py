@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from align.checkpoint import Checkpoint
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.drafter import timed_step
 from eval.decoding.drafters.lookup import prompt_lookup
@@ -33,7 +35,7 @@ def target(request):
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(3 if weight.ndim > 1 else 1)
-    return Target("tiny", model, None, build_decoder(model, 90), NEVER)
+    return Target(Checkpoint("tiny", Path()), model, build_decoder(model, 90), NEVER)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """What ends a text, and the hash by which weights are known."""
 
-import hashlib
 import json
 import shutil
 from types import SimpleNamespace
@@ -9,11 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from align.errors import UserError
-from align.sources import SourceError
-from align.vocabulary import read_vocabulary, stop_tokens
+from align.checkpoint import Checkpoint
+from align.errors import SourceError, UserError
 from eval.decoding.drafters.compact import read_token_ids, weights_of
-from eval.decoding.target import load_target, weights_sha256
+from eval.decoding.target import load_target
 
 
 @pytest.mark.parametrize(
@@ -31,7 +29,9 @@ def test_every_end_of_text_is_known_from_the_files(tmp_path, config, generation,
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert stop_tokens(tmp_path, SimpleNamespace(eos_token_id=0)) == expected
+    model = Checkpoint.open(tmp_path)
+    model.tokenizer = SimpleNamespace(eos_token_id=0)
+    assert model.stops == expected
 
 
 def test_a_target_ends_its_outputs_where_align_check_says(folder, tmp_path):
@@ -41,24 +41,10 @@ def test_a_target_ends_its_outputs_where_align_check_says(folder, tmp_path):
         about = json.loads(path.read_text())
         about.pop("eos_token_id")
         path.write_text(json.dumps(about))
-    target = load_target(str(tmp_path / "target"), torch.float32, "cpu", 64)
-    ends = read_vocabulary(str(tmp_path / "target")).all_stops
-    assert target.stops == ends == {target.tokenizer.eos_token_id}
+    target = load_target(Checkpoint.open(tmp_path / "target"), torch.float32, "cpu", 64)
+    ends = Checkpoint.open(tmp_path / "target").vocabulary.all_stops
+    assert target.stops == ends == {target.checkpoint.tokenizer.eos_token_id}
     assert target.model.config.eos_token_id not in ends  # the default of its class
-
-
-def test_the_hash_of_weights_covers_every_file(tmp_path):
-    """It is that of the list that `sha256sum *.safetensors` prints."""
-    for shards in ((b"one",), (b"one", b"two"), (b"one", b"three")):
-        files = {f"model-{i}.safetensors": weights for i, weights in enumerate(shards)}
-        for name, weights in files.items():
-            (tmp_path / name).write_bytes(weights)
-        sums = [f"{hashlib.sha256(w).hexdigest()}  {name}\n" for name, w in files.items()]
-        of_list = hashlib.sha256("".join(sums).encode()).hexdigest()
-        expected = of_list if len(shards) > 1 else sums[0][:64]
-        assert weights_sha256(str(tmp_path)) == expected
-        assert weights_sha256(f"lookup-first:{tmp_path}") == expected
-    assert weights_sha256(str(tmp_path / "none")) is None
 
 
 def test_the_two_tables_of_a_trimmed_head_agree(tmp_path):

@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from align.vocabulary import read_vocabulary
+from align.checkpoint import Checkpoint
 from eval.decoding.forward import KVCache
 from tests.align.conftest import byte_level
 
@@ -19,7 +19,7 @@ def make_side(folder, tokens, merges=(), added=(), eos=None):
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": size}))
     about = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"eos_token": eos} if eos else {})
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
-    return read_vocabulary(str(folder))
+    return Checkpoint.open(folder).vocabulary
 
 
 class Remembered:

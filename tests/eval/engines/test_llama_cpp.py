@@ -6,9 +6,10 @@ import pytest
 from gguf import GGUFWriter, LlamaFileType
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from align.checkpoint import Checkpoint
 from align.errors import UserError
+from align.files import read_json
 from align.machine import cores
-from align.sources import read_json
 from align.to_gguf import write_gguf
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
@@ -171,7 +172,7 @@ def test_the_hardware_is_the_servers(
     save_sibling(tmp_path / "target", LARGE, 1)
     (tmp_path / "scratch").mkdir()
     target, scratch = str(tmp_path / "target"), tmp_path / "scratch"
-    servers = LlamaServers(target, ["prompt-lookup"], scratch, 9, 1, given.split())
+    servers = LlamaServers(Checkpoint.open(target), ["prompt-lookup"], scratch, 9, 1, given.split())
     assert (servers.device, servers.hardware) == (device, hardware)
     assert servers.sampling == [BACKEND_SAMPLING] * (device == "cpu")
 
@@ -226,7 +227,9 @@ def test_checkpoints_are_written_for_a_server(tmp_path, monkeypatch, program, st
     drafts["dflash"] = str(tmp_path / "dflash")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     task = Task(PromptSet("", PROMPTS, [[1, 2, 3]] * 2), GREEDY)
-    report = measure_started(LlamaServers, str(tmp_path / "target"), drafts, [1, 8], task)
+    report = measure_started(
+        LlamaServers, Checkpoint.open(tmp_path / "target"), drafts, [1, 8], task
+    )
     lengths = {name: draft.gamma for name, draft in report.drafts.items()}
     assert lengths == {"lookup, gamma 6": 6} | {
         f"{name}, gamma {gamma}": gamma
@@ -265,7 +268,9 @@ def test_a_users_arguments_have_priority(tmp_path, program):
     (tmp_path / "scratch").mkdir()
     given = ["--spec-ngram-simple-size-m", "12"]
     target = str(tmp_path / "target")
-    servers = LlamaServers(target, ["prompt-lookup"], tmp_path / "scratch", 9, 1, given)
+    servers = LlamaServers(
+        Checkpoint.open(target), ["prompt-lookup"], tmp_path / "scratch", 9, 1, given
+    )
     [length] = servers.lengths("prompt-lookup", [1, 8])
     assert length == 12
     assert servers.command("prompt-lookup", length, None)[-2:] == given
@@ -274,28 +279,31 @@ def test_a_users_arguments_have_priority(tmp_path, program):
 def test_a_written_dflash_draft_whose_mask_is_no_token_of_the_target(tmp_path, program):
     for name, rows in (("small", SMALL), ("large", LARGE)):
         save_sibling(tmp_path / name, rows, 1)
-        write_gguf(tmp_path / name, tmp_path / f"{name}.gguf", "f16")
+        write_gguf(Checkpoint.open(tmp_path / name), tmp_path / f"{name}.gguf", "f16")
     shape = read_json(tmp_path / "large" / "config.json")
     draft, written = save_published(tmp_path / "draft", shape, [0]), str(tmp_path / "draft.gguf")
-    write_gguf(draft, Path(written), "f16", tmp_path / "large.gguf")  # its mask is the last entry
+    # its mask is the last entry
+    write_gguf(Checkpoint.open(draft), Path(written), "f16", tmp_path / "large.gguf")
     for name in ("small", "large"):
         target = str(tmp_path / f"{name}.gguf")
-        servers = LlamaServers(target, [written], tmp_path / "scratch", 9, 1, [])
+        servers = LlamaServers(Checkpoint.open(target), [written], tmp_path / "scratch", 9, 1, [])
         assert ("mask token" in servers.unreadable.get(written, "")) == (name == "small")
 
 
 def test_a_target_whose_states_no_draft_gets(tmp_path, program):
     """A llama-server aborts at the first request with such a pair, so none is started."""
     save_sibling(tmp_path / "model", LARGE, 1)
-    write_gguf(tmp_path / "model", tmp_path / "target.gguf", "f16")
+    write_gguf(Checkpoint.open(tmp_path / "model"), tmp_path / "target.gguf", "f16")
     shape = read_json(tmp_path / "model" / "config.json")
     draft, written = save_published(tmp_path / "draft", shape, [0]), str(tmp_path / "draft.gguf")
-    write_gguf(draft, Path(written), "f16", tmp_path / "target.gguf")
+    write_gguf(Checkpoint.open(draft), Path(written), "f16", tmp_path / "target.gguf")
     model = Qwen2ForCausalLM(Qwen2Config(**{key: shape[key] for key in SIZES}))
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "scratch").mkdir()
     drafts = [str(draft), written, f"lookup-first:{written}", str(tmp_path / "model")]
-    servers = LlamaServers(str(tmp_path / "model"), drafts, tmp_path / "scratch", 9, 1, [])
+    servers = LlamaServers(
+        Checkpoint.open(tmp_path / "model"), drafts, tmp_path / "scratch", 9, 1, []
+    )
     assert {*servers.unreadable} == {*drafts[:3]}
     assert all("qwen2" in reason for reason in servers.unreadable.values())
 
@@ -328,7 +336,7 @@ def test_a_real_server(monkeypatch):
     asked = [Prompt(text, messages=[{"role": "user", "content": text}]) for text in texts]
     drafts = {"lookup": "prompt-lookup", "own": TARGET, "both": f"lookup-first:{TARGET}"}
     task = Task(PromptSet("", asked, [[1] * 99] * 2), GREEDY)
-    report = measure_started(LlamaServers, TARGET, drafts, [3], task)
+    report = measure_started(LlamaServers, Checkpoint.open(TARGET), drafts, [3], task)
     for draft in report.drafts.values():
         assert draft.lossless.identical + draft.lossless.tie_divergences == 2
     counters = report.drafts["own"].counters

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from align.checkpoint import Checkpoint
 from eval.engines import local_vllm, process
 from eval.engines.engine_server import option
 from eval.engines.local_vllm import (
@@ -288,10 +289,10 @@ def test_drafts_are_served_one_at_a_time(tmp_path, monkeypatch):
         save_checkpoint(tmp_path / name, size)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (1200, 1200))
-    drafts = [tmp_path / "a", tmp_path / "b"]
-    assert gpu_arguments(tmp_path / "target", drafts)[1] == "1"  # 800 of 864 bytes
+    target, drafts = Checkpoint.open(tmp_path / "target"), [tmp_path / "a", tmp_path / "b"]
+    assert gpu_arguments(target, drafts)[1] == "1"  # 800 of 864 bytes
     save_checkpoint(tmp_path / "b", 400)
-    assert gpu_arguments(tmp_path / "target", drafts)[1] == "2"
+    assert gpu_arguments(target, drafts)[1] == "2"
 
 
 def test_the_last_value_of_an_option_counts():

@@ -14,9 +14,10 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from align.sources import load_model, read_json
+from align.checkpoint import Checkpoint
+from align.fetch import from_hub
+from align.files import read_json
 from align.to_gguf import write_gguf
-from align.vocabulary import read_vocabulary
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.engines import local_vllm, served
@@ -685,7 +686,9 @@ def test_there_is_room_for_later_turns_in_any_script(tmp_path, start):
     turns = replace(alone, prompt=None, messages=PROMPTS[1].messages, follow_ups=["\u65e5" * 9])
     for prompt in (alone, turns):
         task = replace(ONE_PROMPT, prompts=PromptSet("", [prompt], [[1]]))
-        measure_started(VllmServers, str(tmp_path / "target"), {"own": "prompt-lookup"}, [2], task)
+        measure_started(
+            VllmServers, Checkpoint.open(tmp_path / "target"), {"own": "prompt-lookup"}, [2], task
+        )
     lengths = [int(a[a.index("--max-model-len") + 1]) for _, a, _ in starter.started]
     assert lengths[-1] - lengths[0] == 3 * 9 + served.TEMPLATE + SHORT.max_new_tokens
 
@@ -701,7 +704,9 @@ def test_no_draft_is_asked_for_more_than_it_was_made_for(tmp_path, start):
         save_sibling(tmp_path / name, LARGE, 2)
         (tmp_path / name / "config.json").write_text(json.dumps(shape | more))
     drafts = {name: str(tmp_path / name) for name in ("dflash", "medusa", "pard", "own")}
-    report = measure_started(VllmServers, str(tmp_path / "target"), drafts, [4, 8], ONE_PROMPT)
+    report = measure_started(
+        VllmServers, Checkpoint.open(tmp_path / "target"), drafts, [4, 8], ONE_PROMPT
+    )
     lengths = {Path(c["model"]).name: set() for _, _, c in starter.started if c}
     for config in (config for _, _, config in starter.started if config):
         lengths[Path(config["model"]).name].add(config["num_speculative_tokens"])
@@ -723,8 +728,7 @@ def test_a_quantization_config_that_is_null_is_none(tmp_path):
     (draft / "config.json").write_text(json.dumps(config))
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    shape = LlamaConfig(vocab_size=LARGE)
-    folder, _ = local_vllm.loadable_draft(str(draft), target, shape, scratch)
+    folder, _ = local_vllm.loadable_draft(*map(Checkpoint.open, (draft, target)), scratch)
     assert folder.parent == scratch
 
 
@@ -746,7 +750,7 @@ def draft_in_vllm(start, target, draft, look=Path):
         return FakeVllm(step=3)
 
     start(make)
-    measure_started(VllmServers, target, {"tuned": draft}, [4], ONE_PROMPT)
+    measure_started(VllmServers, Checkpoint.open(target), {"tuned": draft}, [4], ONE_PROMPT)
     return found[0]
 
 
@@ -762,7 +766,8 @@ def test_a_draft_that_differs_in_padding_reaches_vllm_in_the_targets_size(tmp_pa
         save_sibling(folder, count, seed)
 
     def look(folder):
-        return load_model(folder, torch.float32), read_vocabulary(folder).tokens
+        model = Checkpoint.open(folder)
+        return model.load(torch.float32), model.vocabulary.tokens
 
     folder, (given, tokens) = draft_in_vllm(start, target, draft, look)
     before, same_tokens = look(draft)
@@ -786,23 +791,31 @@ def test_a_dflash_draft_whose_layers_share_no_k_norm_is_not_measured_on_a_cpu(
         save_file(tensors, draft / "model.safetensors")
     starter = start(lambda config: FakeVllm(step=3))
     drafts = {"lookup": "prompt-lookup", "head": str(draft)}
-    report = measure_started(VllmServers, str(tmp_path / "target"), drafts, [2], ONE_PROMPT)
+    report = measure_started(
+        VllmServers, Checkpoint.open(tmp_path / "target"), drafts, [2], ONE_PROMPT
+    )
     methods = {config["method"] for _, _, config in starter.started if config}
     assert methods == ({"ngram"} if several else {"ngram", "dflash"})
     assert ("k_norm" in report.provenance.get("failures", "")) == several
     if several:
         with pytest.raises(ServerError, match="k_norm"):
             measure_started(
-                VllmServers, str(tmp_path / "target"), {"head": str(draft)}, [2], ONE_PROMPT
+                VllmServers,
+                Checkpoint.open(tmp_path / "target"),
+                {"head": str(draft)},
+                [2],
+                ONE_PROMPT,
             )
 
 
 def test_a_gguf_target_is_named_with_its_quantisation(tmp_path, start):
     save_sibling(tmp_path / "target", LARGE, 1)
-    write_gguf(tmp_path / "target", tmp_path / "t.gguf", "q8_0")
+    write_gguf(Checkpoint.open(tmp_path / "target"), tmp_path / "t.gguf", "q8_0")
     start(lambda config: FakeVllm(step=3))
     drafts = {"lookup": "prompt-lookup"}
-    report = measure_started(VllmServers, str(tmp_path / "t.gguf"), drafts, [2], ONE_PROMPT)
+    report = measure_started(
+        VllmServers, Checkpoint.open(tmp_path / "t.gguf"), drafts, [2], ONE_PROMPT
+    )
     assert report.target_named.endswith("t.gguf (GGUF Q8_0)")
 
 
@@ -818,10 +831,12 @@ def test_a_branch_of_the_hub_that_moved_is_measured_anew(tmp_path, start, monkey
             return str(tmp_path / revision)
 
         monkeypatch.setattr("huggingface_hub.snapshot_download", downloaded)
+        from_hub.cache_clear()  # as in another process
         starter.started.clear()
         task = replace(ONE_PROMPT, journal=Journal(tmp_path / "measured.jsonl"))
         drafts = {"lookup": "prompt-lookup"}
-        told = measure_started(VllmServers, "org/target", drafts, [2], task).environment
+        target = Checkpoint.open("org/target")
+        told = measure_started(VllmServers, target, drafts, [2], task).environment
         assert told.engine_version  # also if no server is started
         return not starter.started
 
@@ -847,7 +862,7 @@ def test_vllm_maps_the_ids_of_a_draft_that_has_its_own(tmp_path, start, rows, ow
         path.write_text(json.dumps(tokenizer))
     starter = start(lambda config: FakeVllm(step=3))
     drafts = {"lookup": "prompt-lookup", "own": str(tmp_path / "draft")}
-    measure_started(VllmServers, str(tmp_path / "target"), drafts, [2], ONE_PROMPT)
+    measure_started(VllmServers, Checkpoint.open(tmp_path / "target"), drafts, [2], ONE_PROMPT)
     configs = [config for _, _, config in starter.started if config]
     mapped = {c["method"]: c.get("use_heterogeneous_vocab", False) for c in configs}
     assert mapped == {"ngram": False, "draft_model": own_ids}

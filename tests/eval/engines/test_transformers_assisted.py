@@ -2,11 +2,13 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, Lfm2Config
 
+from align.checkpoint import Checkpoint
 from align.errors import UserError
 from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
@@ -297,4 +299,4 @@ def test_targets_with_linear_attention():
     assert kv_bytes(AutoModelForCausalLM.from_config(config)) == 2 * 2 * 8 * 4
     stateful = AutoModelForCausalLM.from_config(mtp_config("qwen3_next"))
     with pytest.raises(UserError, match="--engine torch"):
-        load_drafts("org/next", stateful, {"d": "no/draft"}, torch.float32)
+        load_drafts(Checkpoint("org/next", Path()), stateful, {"d": "no/draft"}, torch.float32)

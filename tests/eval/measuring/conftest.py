@@ -1,7 +1,10 @@
 """A tiny target whose responses are known, the target as its own draft, and another draft."""
 
+from pathlib import Path
+
 import pytest
 
+from align.checkpoint import Checkpoint
 from eval.decoding.build import build_decoder
 from eval.decoding.target import Target
 from tests.eval.measuring.made_up import NEVER, VOCAB
@@ -17,7 +20,7 @@ def tiny(tiny_llama):
 @pytest.fixture(scope="session")
 def target(tiny):
     model = tiny(0)
-    return Target("tiny", model, None, build_decoder(model, 100), NEVER)
+    return Target(Checkpoint("tiny", Path()), model, build_decoder(model, 100), NEVER)
 
 
 @pytest.fixture(scope="session")

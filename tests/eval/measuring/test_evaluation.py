@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from align.checkpoint import Checkpoint
 from eval.decoding.build import build_decoder
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
@@ -32,7 +34,7 @@ def key(tiny_llama, drafter):
             self.what = what
 
     model = tiny_llama(vocab_size=VOCAB)
-    target = Target("tiny", model, None, build_decoder(model, 60), HOW.stops)
+    target = Target(Checkpoint("tiny", Path()), model, build_decoder(model, 60), HOW.stops)
     other = drafter(build_decoder(tiny_llama(1, vocab_size=VOCAB), 60), VOCAB)
 
     def make(

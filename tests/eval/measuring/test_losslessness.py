@@ -2,11 +2,13 @@
 
 import copy
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, OPTConfig
 
+from align.checkpoint import Checkpoint
 from eval.decoding.build import build_decoder
 from eval.decoding.loop import decode
 from eval.decoding.target import Target
@@ -110,7 +112,7 @@ def test_near_ties_are_checked_by_a_copy_that_computes_in_fp32(tiny, family):
     else:
         config = OPTConfig(**OPT) if family == "opt" else mtp_config(family)
         model = AutoModelForCausalLM.from_config(config).eval().bfloat16()
-    target = Target("tiny", model, None, build_decoder(model, 40), NEVER)
+    target = Target(Checkpoint("tiny", Path()), model, build_decoder(model, 40), NEVER)
     exact = LosslessCheck(target, GREEDY, str).exact
     text = torch.randint(4, VOCAB, (1, 30))
     got = exact.forward(text, 0, exact.new_cache(1, 30))
