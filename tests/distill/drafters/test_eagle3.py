@@ -179,7 +179,7 @@ def test_what_a_config_leaves_out_is_read_as_in_vllm():
 def test_the_number_of_steps_is_kept(target, tmp_path):
     target.model.save_pretrained(tmp_path)
     made = eagle3.KIND.initialise(Origin(target, None, [], 1, 3, LAYERS, ttt_steps=2))
-    eagle3.KIND.save(tmp_path, made, target.decoder.embedding, target.checkpoint)
+    eagle3.KIND.save(tmp_path, made, target.decoder.embedding, Checkpoint.open(tmp_path))
     for model in (made.model, eagle3.KIND.load(tmp_path, target.decoder.embedding, None).model):
         batch = batch_of([[1] * 10], [5], [torch.randn(9, len(LAYERS), SIZE)])
         found = eagle3.KIND.head_input(model, planned(batch, eagle3.KIND, model))
