@@ -412,7 +412,7 @@ class Loop:
     def evaluate(self, options, summary=True):
         folder = Path(options[options.index("--output_dir") + 1])
         (tuned,) = (option[6:] for option in options if option.startswith("tuned="))
-        self.report(folder, self.gains[1], weights_sha256(tuned))
+        self.report(folder, self.gains[1], weights_sha256(Path(tuned)))
         return 0
 
     def report(self, folder, gain, sha256):
@@ -1057,7 +1057,7 @@ def test_from_the_log_of_a_server_to_another_draft(
     )
     assert after.config.vocab_size == LARGE
     assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
-    assert recent.drafts["tuned"].sha256 == weights_sha256(named)
+    assert recent.drafts["tuned"].sha256 == weights_sha256(Path(named))
     assert (Path(named) / "README.md").exists()
     with serving(tutorial / "target", named) as url:
         names["URL"] = f"{url}/v1/chat/completions"

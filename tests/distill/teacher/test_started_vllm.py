@@ -125,7 +125,7 @@ def test_a_quantised_target_is_computed_in_the_dtype_of_its_checkpoint(asked, tm
     made = shutil.copytree(asked.target.folder, tmp_path / "fp8")
     config = read_json(made / "config.json") | {"quantization_config": {"quant_method": "fp8"}}
     (made / "config.json").write_text(json.dumps(config))
-    quantised = replace(asked, target=replace(asked.target, folder=made))
+    quantised = replace(asked, target=replace(asked.target, source=made))
     dtypes = [dict(pairwise(one.arguments()))["--dtype"] for one in (asked, quantised)]
     assert dtypes == [asked.dtype, "auto"]
 
