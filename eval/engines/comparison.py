@@ -176,9 +176,9 @@ class Visit(NamedTuple):
 
     @property
     def tasks(self) -> list[Work]:
-        """The tasks in order."""
-        tasks = [*((OUTPUTS, i) for i in self.prompts), *((AGAIN, i) for i in self.again)]
-        return [*tasks, *[(JUDGE, 0)] * self.judges, *((TIMED, i) for i in self.passes)]
+        """The tasks in order; what is judged is not lost if the machine's time ends later."""
+        tasks = [*((OUTPUTS, i) for i in self.prompts), *[(JUDGE, 0)] * self.judges]
+        return [*tasks, *((AGAIN, i) for i in self.again), *((TIMED, i) for i in self.passes)]
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def there_and_back(
     """The visits of contenders that run one at a time: A B C, C B A, A B C, and so on.
 
     All prompts are decoded in each visit of a contender, half of the passes in each of the first
-    two.
+    two. The baseline judges as soon as it runs again.
     """
     count = sum(map(len, prompts))
     for start in range(starts):
@@ -231,6 +231,8 @@ def there_and_back(
                 yield Visit(c, numbers, timed, tries=TRIES)
             else:
                 yield Visit(c, [], timed, c == 0 and start == 1, numbers, TRIES)
+    if starts == 1:
+        yield Visit(0, [], [], judges=True, tries=TRIES)
 
 
 class Comparison:
