@@ -200,6 +200,9 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
     for option, applied in applies.items():
         if not applied and getattr(args, option) not in (None, [], "auto", False):
             yield f"--{option} has no effect with {measured}; omit it"
+    for option in args.server_args if engine == "vllm" else ():
+        if option.replace("_", "-").startswith(("--spec-", "--speculative-", "-sc")):
+            yield f"{option} sets the target alone to draft, too, or to verify with loss; omit it"
     if serves and args.long_prompts == "truncate_left":
         yield f"{measured} renders whole prompts; give --long_prompts drop, or other --prompts"
     if args.loads and args.starts and args.starts < PASSES:

@@ -147,6 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if self.path == "/v1/models":
             about = {"root": server.root, "owned_by": server.owned_by or server.owner}
+            about["max_model_len"] = server.max_model_len
             self.reply({"data": [{"id": name, **about} for name in server.names]})
         elif self.path == "/health":
             self.reply({})

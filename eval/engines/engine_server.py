@@ -177,6 +177,7 @@ class Servers(ABC):
     priority. opened: the drafts that are models, by their specs.
     installed: JSON that changes with the engine's version. arguments: of all servers. variables:
     of their environment, unless the user sets them. unreadable: reasons by the draft's spec.
+    contexts: most tokens of a text that a draft's server takes, if the target alone takes more.
     device: its kind, as cpu or cuda. hardware: its model name. dtype: of the target. runner: the
     model runner of the last started server; None: not known.
     """
@@ -197,6 +198,7 @@ class Servers(ABC):
     arguments: list[str] = field(init=False)
     variables: dict[str, str] = field(init=False, default_factory=dict)
     unreadable: dict[str, str] = field(init=False, default_factory=dict)
+    contexts: dict[str, int] = field(init=False, default_factory=dict)
     device: str = field(init=False)
     hardware: str = field(init=False)
     dtype: str = field(init=False)

@@ -54,9 +54,7 @@ METHODS: dict[str, dict[str, Any]] = {
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "NUMBA_THREADING_LAYER": "workqueue"}
 # If a draft's path contains one of these, vLLM 0.32 ignores the configured method.
 MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
-
-
-SECOND_RUNNER = "Using V2 Model Runner"  # in the log of a vLLM on GPUs
+SECOND_RUNNER = "Using V2 Model Runner"  # in a server's log
 
 
 class EngineMissing(UserError):
@@ -213,7 +211,10 @@ class VllmServers(Servers):
                 # vLLM's second model runner cuts the server's context to that of such a draft
                 first_runner = own_ids or "parallel_drafting" in asked
                 if asked["method"] == "draft_model" and release >= [0, 33] and not first_runner:
-                    self.positions = min(self.positions, longest_context(model.text_config))
+                    length = longest_context(model.text_config)
+                    self.positions = min(self.positions, length)
+                    if length < self.longest(self.target):
+                        self.contexts[draft] = length
             except (UserError, OSError) as error:
                 self.unreadable[draft] = str(error)
         folders = [folder for folder, _ in self.loadable.values() if isinstance(folder, Path)]
@@ -268,9 +269,8 @@ class VllmServers(Servers):
             drafting = speculation(folder, gamma, None, own_ids, draft_sample_method)
         log = self.scratch / "log"
         with serve_vllm(self.target.folder, *drafting, *self.arguments, log_file=log) as address:
-            if self.device == "cuda":
-                second = SECOND_RUNNER in log.read_text(encoding="utf-8", errors="replace")
-                self.runner = "second" if second else "first"
+            second = SECOND_RUNNER in log.read_text(encoding="utf-8", errors="replace")
+            self.runner = "second" if second else "first"
             yield address
 
 

@@ -127,6 +127,9 @@ def measure_servers(
     for name, server in drafts.items():
         facts = _facts(specs.get(name, f"running server {name}"), gamma)
         facts["serve"] = masked_arguments(server.command())
+        short, whole = (each.models[0].get("max_model_len") for each in (server, baseline))
+        if short and whole and short < whole:
+            facts["context"] = short
         identity = [*_identity(server), gamma]
         contenders.append(Contender(runs_already(server), name, facts, identity))
     for server in (baseline, *drafts.values()):
@@ -225,6 +228,7 @@ def measure_started(
         for _, gamma, name, draft in sorted(wanted, key=itemgetter(0)):
             named = f"{name}, gamma {gamma}" if gammas[1:] else name
             facts = _facts(draft, gamma, gamma in gammas or draft == LOOKUP)
+            facts["context"] = servers.contexts.get(draft)
             if draft not in servers.unreadable:
                 facts["serve"] = masked_arguments(servers.command(draft, gamma, method))
             identity = [shared, draft, gamma, _files(servers.opened.get(draft)), method]
@@ -369,6 +373,7 @@ def _counters(outputs: Sequence[Output]) -> tuple[dict[str, Any] | None, str]:
             "num_draft_tokens": round(drafted),
             "num_accepted_tokens": round(accepted),
             "mean_acceptance_length": length(),
+            "tokens_per_step": _tokens_per_step(outputs, accepted),
             "acceptance_rate": share(
                 "acceptance_rate", [(run.group, c.accepted, c.drafted) for run, c in drafting]
             ),
@@ -386,3 +391,19 @@ def _counters(outputs: Sequence[Output]) -> tuple[dict[str, Any] | None, str]:
         },
         "",
     )
+
+
+def _tokens_per_step(outputs: Sequence[Output], accepted: float) -> Measured | None:
+    """Tokens per target call after the prefill, also of calls that no draft was made for.
+
+    A message has a call's tokens. None if messages have more than the accepted tokens and one more
+    each, because then some have the tokens of several calls; or if no call is whole.
+    """
+    steps = [output.run.block_tokens for output in outputs]
+    if sum(sum(tokens) - len(tokens) for tokens in steps) > accepted:
+        return None
+    # the length limit may cut the last call
+    whole = [each if out.ended else each[:-1] for each, out in zip(steps, outputs, strict=True)]
+    sums = [(sum(each), len(each)) for each in whole]
+    groups = [output.run.group for output in outputs]
+    return measure("tokens_per_step", sums, groups=groups) if any(whole) else None

@@ -130,7 +130,12 @@ class Counters(Part):
     num_drafts: Count
     num_draft_tokens: Count
     num_accepted_tokens: Count
-    mean_acceptance_length: Measured
+    mean_acceptance_length: Measured = Field(description="steps without a draft do not count")
+    tokens_per_step: Measured | None = Field(
+        None,
+        description="per target call after the prefill, over whole steps, with those without a "
+        "draft; null: messages of the server have several steps",
+    )
     acceptance_rate: Measured
     per_position: list[Share] = Field(description="share of drafts accepted up to a position")
     by_category: dict[str, Measured] = Field(default={}, description="mean_acceptance_length")
@@ -202,6 +207,9 @@ class DraftReport(Part):
     serve: list[str] = Field(
         default=[], description="the command that serves it; empty: not measured in such a server"
     )
+    context: Count | None = Field(
+        None, description="most tokens of a text that its server takes, if fewer than the target's"
+    )
     lossless: Ledger
     sampled_check: SampledCheck | None = Field(None, description="null: greedy, or not read")
     by_category: dict[str, CategoryNumbers]
@@ -224,6 +232,7 @@ class DraftReport(Part):
     @model_validator(mode="after")
     def _null_has_a_reason(self) -> Self:
         explained = {"sha256", "gamma", "counters", "sampled_check", "predicted_with_prefill"}
+        explained |= {"context"}
         explained |= {entry.field for entry in self.missing}
         for name in type(self).model_fields:
             if getattr(self, name) is None and name not in explained:

@@ -102,7 +102,7 @@ GAIN = "{:+.2f}".format
 RESULT: Cells = [
     ("acceptance rate (alpha)", "alpha", shown),
     ("mean acceptance length (tau)", "tau", shown),
-    ("mean acceptance length by the server", "counters.mean_acceptance_length", shown),
+    ("tokens per target step", "counters.tokens_per_step", shown),
     ("draft length (gamma)", "gamma", str),
     ("accepted/drafted", "accepted_over_drafted", "{:.0%}".format),
     ("tokens/s", "tokens_per_s.speculative.mean", "{:.1f}".format),
@@ -136,6 +136,7 @@ DRAFTS: Cells = [
     ("ITL p50 with / without", "itl_ms.speculative.p50 itl_ms.baseline.p50", TWO_MS),
     ("ITL p95 with / without", "itl_ms.speculative.p95 itl_ms.baseline.p95", TWO_MS),
     ("drafts by the server", "counters.num_drafts", "{:,}".format),
+    ("mean acceptance length by the server", "counters.mean_acceptance_length", shown),
     ("accepted/drafted by the server", "counters.acceptance_rate", shown),
     (
         "acceptance by position by the server",

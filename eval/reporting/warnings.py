@@ -130,6 +130,12 @@ def _about_draft(report: Report, name: str) -> Iterator[tuple[str, str]]:
             f"flight grow. {done.speculative:.3g} are completed per second, {done.baseline:.3g} "
             "without a draft. There is no speed-up at this rate.",
         )
+    if draft.context:
+        yield (
+            "shorter-context",
+            f"its server takes prompt and output of at most {draft.context} tokens, because vLLM "
+            "cuts the context to the draft model's; the target alone takes more.",
+        )
     if slower := {at: times(speedup) for at, speedup in speedups.items() if speedup.bounds[1] < 1}:
         yield "slower", f"it slows the target down, to {at_loads(slower)}."
     elif (stated := report.stated_speedup(draft)).ci95 and stated.bounds[0] <= 1:

@@ -19,15 +19,16 @@ from align.fetch import from_hub
 from align.files import read_json
 from align.to_gguf import write_gguf
 from eval.decoding.loop import Decoding
+from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
 from eval.engines import local_vllm, served
-from eval.engines.comparison import Task
+from eval.engines.comparison import Output, Task
 from eval.engines.local_vllm import VllmServers, computed_dtype
 from eval.engines.served import measure_servers, measure_started
 from eval.engines.server import TIMEOUT, ServerError
 from eval.engines.vllm import VllmServer
 from eval.measuring.journal import JOURNAL, Journal
-from eval.measuring.runs import AT_LONGEST
+from eval.measuring.runs import AT_LONGEST, Speculation
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.fields import read_report
 from eval.reporting.files import write_report
@@ -55,6 +56,45 @@ def measure(drafting, plain, prompts=PROMPTS, temperature=0.0, timeout=TIMEOUT, 
     )
 
 
+@pytest.mark.parametrize(
+    ("emitted", "drafts", "ended", "length", "per_step"),
+    [
+        ([1, 3, 1, 3, 1], 2, True, 3.0, 2.0),  # vLLM's first runner: two steps without a draft
+        ([1, 3, 1, 3, 1], 4, True, 2.0, 2.0),  # its second runner drafts in each step
+        ([1, 3, 1, 3, 1], 4, False, 2.0, 7 / 3),  # the last step may be cut
+        ([1, 4, 4], 4, True, 2.0, None),  # two steps in a message
+    ],
+)
+def test_tokens_per_step_do_not_depend_on_when_a_method_drafts(
+    emitted, drafts, ended, length, per_step
+):
+    run = PromptRun.of(PROMPTS[0], 3, [0.1] * len(emitted), [[7] * n for n in emitted])
+    counts = Speculation(drafts, 3 * drafts, 4.0, [2.0, 2.0, 0.0])
+    counters, _ = served._counters([Output(run, [1, 2, 3], ended, counts)])
+    assert counters["mean_acceptance_length"].mean == length
+    assert (counters["tokens_per_step"] and counters["tokens_per_step"].mean) == (
+        per_step and pytest.approx(per_step)
+    )
+
+
+@pytest.mark.parametrize("length", [4096, 2048])
+def test_a_running_server_of_a_shorter_context_is_named(fake, length):
+    report = measure(fake(3, max_model_len=length), fake(1))
+    codes = {warning.code for warning in find_warnings(report)}
+    assert (report.drafts["served"].context, "shorter-context" in codes) == (
+        (None, False) if length == 4096 else (length, True)
+    )
+
+
+@pytest.mark.parametrize("option", ["--speculative-config", "--speculative_config.x", "-sc"])
+def test_server_args_do_not_set_speculation(tmp_path, prompts, pair, start, option):
+    """As a rule that is lossy: {"rejection_sample_method": "fly"}."""
+    starter = start()
+    with pytest.raises(SystemExit):
+        command(prompts, tmp_path, *pair, "--gamma", "2", "--server_args", f"{option} fly")
+    assert not starter.started
+
+
 def test_a_whole_report_of_two_servers(fake):
     report = measure(fake(3), fake(1), gamma=3)
     draft = report.drafts["served"]
@@ -65,6 +105,7 @@ def test_a_whole_report_of_two_servers(fake):
     counters = draft.counters
     assert counters.num_drafts == 3 * 7
     assert counters.num_draft_tokens == 3 * 7 * 3
+    assert counters.tokens_per_step.mean == 3.0
     length = counters.mean_acceptance_length
     assert (length.mean, length.range, length.n) == (3.0, (3.0, 3.0), 3)
     assert counters.acceptance_rate.mean == pytest.approx(2 / 3)
@@ -536,6 +577,12 @@ def test_what_the_installed_vllm_cannot_serve_is_known_before_a_start(
     assert ("no Medusa" in capsys.readouterr().err) == refused
     methods = {config["method"] for _, _, config in starter.started if config}
     assert ("medusa" in methods) != refused
+    report = read_report(tmp_path / "report" / "report.json")
+    contexts = {name: draft.context for name, draft in report.drafts.items() if draft.context}
+    assert contexts == ({"own": 28} if refused else {})
+    codes = {warning.code for warning in find_warnings(report)}
+    assert ("shorter-context" in codes) == refused
+    assert report.environment.runners["target"] == "second"
     lengths = {int(a[a.index("--max-model-len") + 1]) for _, a, _ in starter.started}
     assert (lengths == {28}) == refused
     assert len(lengths) == 1
