@@ -58,7 +58,7 @@ def test_servers_that_run_one_at_a_time_go_there_and_back():
         "A012|0 B012|0 C012|0 C+345|1 B+345|1 A+345|1!"
     )
     assert told(there_and_back(2, [[0, 1]], 2, starts=3)) == "A01|0 B01|0 B+23|1 A+23|1! A+45 B+45"
-    assert told(there_and_back(2, [[0]], 0, starts=1)) == "A0 B0"
+    assert told(there_and_back(2, [[0]], 0, starts=1)) == "A0 B0 A!"
 
 
 def compared(servers, order=take_turns, loads=(), running=None):
