@@ -1,5 +1,5 @@
 # `make check` is what CI runs, without the installation.
-.PHONY: check lint types test fast format gpu
+.PHONY: check lint types test fast format gpu installs
 
 check: lint types test
 
@@ -22,3 +22,7 @@ format:
 
 gpu:
 	pytest -m gpu tests/gpu
+
+# For a weekly job with a network: each installation of the pages, from PyPI alone.
+installs:
+	pytest tests/real/test_installs.py

@@ -25,6 +25,7 @@ from eval.prompts import load_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES.append(ROOT / "findings" / "README.md")
 # their commands are of their day
 HISTORY = [ROOT / "CHANGELOG.md", ROOT / "docs" / "lab-notes.md"]
 OPENING = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", flags=re.MULTILINE)
@@ -257,6 +258,12 @@ def test_every_page_is_reached_from_the_readme():
         for link in re.findall(r"\]\(([^)#\s]+\.md)", page.read_text(encoding="utf-8")):
             left.append((page.parent / link).resolve())
     assert {page for page in PAGES if page.name != "CHANGELOG.md"} <= reached
+
+
+def test_each_finding_has_its_line():
+    page = (ROOT / "findings" / "README.md").read_text(encoding="utf-8")
+    scripts = {path.name for path in (ROOT / "findings").glob("*.sh")}
+    assert scripts == set(re.findall(r"\]\((\w+\.sh)\)", page))
 
 
 def test_troubleshooting_quotes_messages_that_exist():
