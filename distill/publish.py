@@ -234,7 +234,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     add("--push_to_hub", metavar="ORG/NAME", help="upload the draft to the Hub, private")
     add("--public", action="store_true", help="make the repository public")
-    add("--license", dest="licence", metavar="ID", help="default: that of target and draft")
+    add("--license", dest="licence", metavar="ID", help="licence; default: that of both models")
     add("--force", action="store_true", help="publish although a condition is not met")
     args = parser.parse_args(argv)
     if args.public and args.push_to_hub is None:

@@ -117,7 +117,7 @@ class Recipe:
     )
     tuning_prompts: Count = _key("training prompts set aside to choose the draft length", 8)
     dtype: Literal["bfloat16", "float16", "float32"] = _key(
-        "of target and saved draft; without bf16 instructions float32 on a CPU, float16 on a GPU",
+        "dtype of target and draft; without bf16 instructions float32 on a CPU, float16 on a GPU",
         "bfloat16",
     )
     dry_run: bool = _key("print what the run needs and a draft can gain, then stop", False)

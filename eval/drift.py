@@ -57,15 +57,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     source.add_argument("--prometheus", metavar="URL", help=of_prometheus)
     files = "write Prometheus' alerts.yaml and Grafana's dashboard.json to this folder"
     source.add_argument("--monitoring", type=Path, metavar="FOLDER", help=files)
-    add("--selector", default="", help="of the servers in Prometheus, as '{job=\"vllm\"}'")
-    of_prefix = "of the counters' names in Prometheus; default: as found, for --monitoring vllm:"
+    add("--selector", default="", help="labels of the servers in Prometheus, as '{job=\"vllm\"}'")
+    of_prefix = "prefix of the counters in Prometheus; default: as found, for --monitoring vllm:"
     add("--prefix", choices=counters.PREFIXES, help=of_prefix)
     add("--hours", type=int, default=1, help="window in Prometheus; default: %(default)s")
     since = "an earlier reading: only later counts are compared. It is updated, or created"
     add("--since", type=Path, metavar="FILE", help=since)
-    add("--draft", help="its name in the report; default: tuned, else the last")
-    add("--temperature", type=float, help="of the traffic; default: the report's")
-    methods, of_method = ["greedy", "probabilistic"], "of the traffic's vLLM; default: the report's"
+    add("--draft", help="name in the report; default: tuned, else the last")
+    add("--temperature", type=float, help="temperature of the traffic; default: the report's")
+    methods, of_method = ["greedy", "probabilistic"], "method of the vLLM; default: the report's"
     add("--draft_sample_method", choices=methods, help=of_method)
     add("--json", action="store_true", help="print one JSON object")
     return parser.parse_args(argv)

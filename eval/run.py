@@ -7,8 +7,7 @@
     python -m eval.run --run DIR                                      the drafts of a training run
     python -m eval.run --engine vllm --gamma 4 --target T --draft D --prompts P
     python -m eval.run --base_url URL --baseline_url URL --prompts P   running servers, also SGLang
-    python -m eval.run --engine vllm … --concurrency 1,4,8            at steady loads
-    python -m eval.run --engine llama.cpp …                           as vllm, in llama-server
+    python -m eval.run --engine llama.cpp … --concurrency 1,4,8       at steady loads
     python -m eval.run --engine vllm --forecast …                     before training: the most gain
     python -m eval.run --engine transformers --gamma 3 --target T --draft D --prompts P
 
@@ -83,34 +82,37 @@ SERVED: dict[str, type[Servers]] = {"vllm": VllmServers, "llama.cpp": LlamaServe
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m eval.run", description=__doc__.split("\n")[0])
-    add = parser.add_argument
+    about, examples, *_ = __doc__.split("\n\n")
+    parser = argparse.ArgumentParser(prog="python -m eval.run", description=about, epilog=examples)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument_group("target, drafts, prompts").add_argument
     add("--target", help="Hub id, folder, GGUF or pypi: file")
     of_draft = "[NAME=]SPEC, repeatable; prompt-lookup needs no model; with --base_url NAME=URL: "
     add("--draft", action="append", help=of_draft + "what this server drafts with, by your word")
     add("--prompts", help="Hub data set, pypi: file or .jsonl")
     add("--instruction", help="user message; {prompt} stands for the prompt")
-    kwargs = 'of the chat template, as {"enable_thinking": false}'
+    kwargs = 'arguments of the chat template, as {"enable_thinking": false}'
     add("--chat_template_kwargs", type=_object, metavar="JSON", help=kwargs)
     add("--max_prompt_length", type=int, help="most tokens of a prompt; default: what fits")
-    add("--long_prompts", choices=get_args(LongPrompts), default="error", help="for longer prompts")
+    add("--long_prompts", choices=get_args(LongPrompts), default="error", help="longer prompts")
     add("--run", type=Path, help="output folder of a training run: the defaults are its settings")
-    place = (
-        "default with --run: that folder; in an engine RUN-ENGINE, in running servers RUN-served"
-    )
+    place = "folder of the report; default with --run: RUN, RUN-ENGINE or RUN-served"
     add("--output_dir", type=Path, default=Path("outputs/eval"), help=place)
-    add("--temperature", type=float, default=0.0)
-    add("--top_k", type=int)
-    add("--top_p", type=float, default=1.0)
-    verification = "for sampled tokens: verify a draft as one block, or token by token"
+    add("--max_prompts", type=int, help="most prompts; the seed draws them")
+    add("--seed", type=int, default=42, help="seed of prompts and samples; default: %(default)s")
+    add = parser.add_argument_group("decoding").add_argument
+    add("--temperature", type=float, default=0.0, help="default: 0, greedy")
+    add("--top_k", type=int, help="likeliest tokens that are sampled from; default: all")
+    add("--top_p", type=float, default=1.0, help="their probability; default: 1, all tokens")
+    verification = "verify the sampled tokens of a draft as one block, or token by token"
     add("--verification", choices=["block", "token"], default="block", help=verification)
     add(
         "--draft_sample_method",
         choices=get_args(SampleMethod),
-        help="for sampled tokens: draft the most likely token, or a sample (default; vLLM's is "
-        "greedy); with --base_url: the servers' method",
+        help="draft the most likely token, or a sample (default; vLLM's is greedy), where tokens "
+        "are sampled; with --base_url: the servers' method",
     )
-    add("--max_new_tokens", type=int, default=128)
+    add("--max_new_tokens", type=int, default=128, help="most tokens of an output; default: 128")
     add(
         "--gamma",
         type=partial(_listed, int, "2,4"),
@@ -118,40 +120,41 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="draft length; default: chosen on prompts that are not evaluated; servers take "
         "several, as 2,4; with --base_url: the draft length of the servers",
     )
-    ngram = "vLLM: draft length of n-gram speculation; default: --gamma"
+    ngram = "draft length of n-gram speculation in vLLM; default: --gamma"
     add("--ngram_gamma", type=partial(_above_zero, int), metavar="N", help=ngram)
     add("--max_gamma", type=int, default=6, help="longest draft length that is tried")
-    add("--max_prompts", type=int, help="most prompts; the seed draws them")
     add("--speed_prompts", type=int, default=40, help="most prompts that are timed")
-    add("--tuning_prompts", type=int, default=8, help="set aside to choose the draft length")
+    add("--tuning_prompts", type=int, default=8, help="prompts to choose the length on")
+    add("--strategy", default="auto", choices=["auto", *get_args(Strategy)], help="vocabulary map")
+    dtypes = ["bfloat16", "float16", "float32"]
+    add("--dtype", choices=dtypes, default=dtypes[0], help="dtype of target and drafts")
+    device = "device of all models; auto: the target's layers over all GPUs, the draft on the first"
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help=device)
+    add = parser.add_argument_group("engine").add_argument
     engines = ["torch", "transformers", *(client.engine for client in CLIENTS)]
-    add("--engine", choices=engines, help="default: torch; a running server names its own")
+    add("--engine", choices=engines, help="decoder; default: torch, or the running server's")
     running = "a running server with a draft, repeatable; default: servers start here"
     add("--base_url", action="append", metavar="[NAME=]URL", help=running)
     add("--baseline_url", help="a running server of the same target without a draft")
-    arguments = 'of each server started here, with priority, as "--tensor-parallel-size 2"'
-    time = "servers started here: time of the measurement, for which fewer prompts are timed"
+    arguments = 'arguments for each server started here, as "--tensor-parallel-size 2"'
+    time = "time of the measurement in servers started here: fewer prompts are timed"
     add("--minutes", type=partial(_above_zero, float), help=time)
-    starts = "how often each server is started here, and decodes all prompts; default: 2"
+    starts = "starts of each server here, with all prompts each time; default: 2"
     add("--starts", type=partial(_above_zero, int), metavar="N", help=starts)
     add("--server_args", type=shlex.split, metavar="ARGS", help=arguments)
-    at_a_time = "servers: also measure with N requests at a time, as 1,4,8,32"
+    forecast = "only time steps in servers started here, and say what drafts can gain at most; "
+    add("--forecast", action="store_true", help=forecast + "default --draft: prompt-lookup")
+    add = parser.add_argument_group("loads, of servers").add_argument
+    at_a_time = "also measure with N requests at a time, as 1,4,8,32"
     sizes, rates = partial(_listed, int, "1,2,4,8"), partial(_listed, float, "0.5,2,8")
     add("--concurrency", type=sizes, metavar="N,N,…", help=at_a_time)
-    at_a_rate = "servers: also measure with N new requests per second, at random times"
+    at_a_rate = "also measure with N new requests per second, at random times"
     add("--request_rate", type=rates, metavar="N,N,…", help=at_a_rate)
-    limits = "of a good request at these loads, as ttft:500,tpot:50,e2el:3000"
+    limits = "limits of a good request, as ttft:500,tpot:50,e2el:3000"
     add("--goodput", type=_limits, metavar="NAME:MS,…", help=limits)
-    forecast = "servers started here: only time steps, and say what drafts can gain at most; "
-    add("--forecast", action="store_true", help=forecast + "default --draft: prompt-lookup")
-    strategies = ["auto", *get_args(Strategy)]
-    add("--strategy", default="auto", choices=strategies, help="vocabulary mapping")
-    add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    device = "of both models; auto: the target's layers over all GPUs, the draft on the first"
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help=device)
-    add("--seed", type=int, default=42)
-    add("--fail_under_alpha", type=float, help="status 1 if the lower bound is below")
-    add("--fail_under_speedup", type=float, help="status 1 if the lower bound is below")
+    add = parser.add_argument_group("gates").add_argument
+    for gate in ("--fail_under_alpha", "--fail_under_speedup"):
+        add(gate, type=float, help="exit status 1 if the last draft's lower bound is below")
     lists = ("gamma", "base_url", "server_args", "concurrency", "request_rate")
     of_runs = dict.fromkeys(("tuning", "overlap", "training"))
     parser.set_defaults(**{option: [] for option in lists}, **of_runs)
