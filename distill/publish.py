@@ -217,9 +217,8 @@ def push_folder(folder: Path, repo_id: str, public: bool) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m distill.publish", description="Publish the draft of a finished run."
-    )
+    about = "Publish the draft of a finished run."
+    parser = argparse.ArgumentParser(prog="python -m distill.publish", description=about)
     add = parser.add_argument
     add("run", type=Path, metavar="DIR", help="the output folder of a finished run")
     add("--to", type=Path, metavar="FOLDER", help="copy the draft to this new folder")

@@ -156,16 +156,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for gate in ("--fail_under_alpha", "--fail_under_speedup"):
         add(gate, type=float, help="exit status 1 if the last draft's lower bound is below")
     lists = ("gamma", "base_url", "server_args", "concurrency", "request_rate")
-    of_runs = dict.fromkeys(("tuning", "overlap", "training"))
-    parser.set_defaults(**{option: [] for option in lists}, **of_runs)
+    parser.set_defaults(**{name: [] for name in lists}, tuning=None, overlap=None, training=None)
     args = parser.parse_args(argv)
     if args.run is not None:
         given = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args))))
         parser.set_defaults(**_of_run(args.run, given))
         args = parser.parse_args(argv)
     args.served = bool(args.base_url or args.baseline_url)
-    if not (args.engine or args.served):
-        args.engine = "torch"
+    args.engine = args.engine or (None if args.served else "torch")
     args.loads = [Load(concurrency=n) for n in args.concurrency]
     args.loads += [Load(rate=rate) for rate in args.request_rate]
     if args.forecast and not args.draft:
