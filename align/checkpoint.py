@@ -265,6 +265,7 @@ class Checkpoint:
 
         self.fetch()
         self.refuse_quantised()
+        _refuse_adapter(self.spec, self.folder)
         auto: Any = AutoModelForCausalLM  # its annotations do not know output_loading_info
         too_large = SourceError(
             f"{self.spec!r} does not fit on the GPUs of this process. Spread it over more GPUs "
@@ -332,11 +333,8 @@ def coded(spec: str) -> Iterator[None]:
 def _refuse_unreadable(spec: str, folder: Path) -> None:
     """Raise SourceError for a folder without config.json, of an adapter, or with code to run."""
     names = _names(folder)
-    if "adapter_config.json" in names:  # transformers would load it with whatever base it names
-        raise SourceError(
-            f"TOK-013: {spec!r} holds a LoRA adapter; merge it into its base (peft's "
-            "merge_and_unload), save that with its tokenizer, and name the merged folder."
-        )
+    if "compact.json" not in names:  # else a LoRA of ours, which is a draft
+        _refuse_adapter(spec, folder)
     if "config.json" not in names:
         raise SourceError(
             f"{spec!r} is not a checkpoint: {folder} has no config.json but {listed(names)}; name "
@@ -349,6 +347,15 @@ def _refuse_unreadable(spec: str, folder: Path) -> None:
         raise SourceError(
             f"{spec!r} needs code that comes with the checkpoint (auto_map in config.json), "
             "and such code is never run here; use a model class of transformers itself."
+        )
+
+
+def _refuse_adapter(spec: str, folder: Path) -> None:
+    """Raise SourceError for a LoRA: transformers would load it with whatever base it names."""
+    if (folder / "adapter_config.json").exists():
+        raise SourceError(
+            f"TOK-013: {spec!r} holds a LoRA adapter; merge it into its base (peft's "
+            "merge_and_unload), save that with its tokenizer, and name the merged folder."
         )
 
 

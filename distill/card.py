@@ -70,15 +70,20 @@ def write_card(
     try:
         method = recipe.draft_sample_method
         drafting = speculation(publication.name, gamma, run / "draft", False, method)
-        vllm = shlex.join(scheduled(["vllm", "serve", target, *drafting], schedule))
+        serve = shlex.join(scheduled(["vllm", "serve", target, *drafting], schedule))
         config = json.loads(drafting[1])
         context = read_json(run / "draft" / "config.json").get("max_position_embeddings")
         if config["method"] == "medusa":
-            vllm = f"# up to vLLM 0.32\n{vllm}"
+            serve = f"# up to vLLM 0.32\n{serve}"
         elif context and config["method"] == "draft_model" and "parallel_drafting" not in config:
-            vllm = f"# from vLLM 0.33 on, the context is at most the draft's: {context}\n{vllm}"
+            serve = f"# from vLLM 0.33 on, the context is at most the draft's: {context}\n{serve}"
     except ServerError as error:
-        vllm = f"# vLLM does not start with it: {error}"
+        serve = f"# vLLM does not start with it: {error}"
+    if recipe.kind.adapter:
+        fixed = "python -m sglang.launch_server --attention-backend fa3 --speculative-algorithm UNO"
+        sglang = [*fixed.split(), "--model-path", target, "--uno-lora-path", publication.name]
+        sglang += ["--speculative-num-draft-tokens", str(gamma)]
+        serve = f"# SGLang from 0.5.23 on, on one GPU with FlashAttention 3\n{shlex.join(sglang)}"
     card = ModelCard.from_template(
         ModelCardData(
             base_model=base_model if is_hub_id(base_model) else None,
@@ -103,7 +108,7 @@ def write_card(
         train_prompts=abridged(public_name(recipe.train_prompts)),
         eval_prompts=abridged(public_name(reports[0].prompts.source)).partition("#")[0],
         asked=reports[0].prompts,
-        vllm=vllm,
+        serve=serve,
         gamma=gamma,
         temperature=reports[0].decoding.temperature,
         results=[_results(report) for report in engines or reports],

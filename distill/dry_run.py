@@ -165,7 +165,8 @@ def print_memory(
     tokens = recipe.answer_batch_size * (longest + recipe.answer_max_new_tokens)
     shards = PartialState().num_processes if parse_flag_from_env("ACCELERATE_USE_FSDP") else 1
     spread = torch.cuda.device_count() if recipe.device_map == "auto" else 1
-    stages = {"training": draft * (4 + size if recipe.use_peft else TRAINED_BYTES) // shards}
+    frozen = recipe.use_peft or recipe.kind.adapter
+    stages = {"training": draft * (4 + size if frozen else TRAINED_BYTES) // shards}
     if pair.decoded_here:
         held = parameters(target) * size
         stages["evaluating"] = held // spread + draft * size
@@ -187,8 +188,8 @@ def draft_parameters(recipe: Recipe, pair: Pair) -> int:
     if recipe.sibling is not None:
         return parameters(pair.draft.text_config)
     target = pair.target.text_config
-    kept = recipe.num_draft_layers if recipe.kind.language_model else 0
     depth = target.num_hidden_layers
+    kept = recipe.num_draft_layers if recipe.kind.language_model else depth * recipe.kind.adapter
     draft, whole, shorter = (parameters(pruned_config(target, n)) for n in (kept, depth, depth - 1))
     if kept:
         return draft

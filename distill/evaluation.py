@@ -85,7 +85,7 @@ def whole_report(folder: Path, recipe: Recipe) -> Report | None:
 
 def in_engine(recipe: Recipe) -> bool:
     """Whether the run ends in vLLM. Raises EngineMissing if the recipe names it in vain."""
-    if recipe.engine is None or recipe.served:
+    if recipe.engine is None or recipe.served or recipe.kind.adapter:
         return False
     try:
         vllm_python()

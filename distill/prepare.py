@@ -84,6 +84,8 @@ def _initialised(
             None if answers is None else states_of(answers.store, pair.layers),
             recipe.ttt_steps,
             None if answers is None else states_of(answers.store, pair.fit_layers),
+            recipe.lora_r,
+            recipe.lora_alpha,
         )
     )
 

@@ -437,6 +437,16 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
         "strategy to auto",
     )
     yield (
+        kind.adapter and recipe.max_gamma == 1,
+        "drafter max_gamma",
+        "the first token of a draft is the target's own; set max_gamma to 2 or more",
+    )
+    yield (
+        kind.adapter and recipe.engine == "vllm",
+        "drafter engine",
+        "SGLang alone serves this drafter; set engine to null",
+    )
+    yield (
         any(getattr(recipe, key) for key in kind.unused),
         " ".join(("drafter", *kind.unused)),
         "this drafter cannot use these keys; leave them out",

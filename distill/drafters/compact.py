@@ -21,16 +21,21 @@ from eval.decoding.target import tensor_sha256
 
 
 def write_compact(
-    folder: Path, kind: str, tensors: Mapping[str, Tensor], embedding: Tensor, **more: Any
+    folder: Path,
+    kind: str,
+    tensors: Mapping[str, Tensor],
+    embedding: Tensor,
+    file: str = "model.safetensors",
+    **more: Any,
 ) -> None:
-    """Write model.safetensors in the dtype of the target's `embedding` [V, H], and compact.json."""
+    """Write the tensors' file in the dtype of the target's `embedding` [V, H], and compact.json."""
     about = {"format": COMPACT, "drafter": kind, "embedding_sha256": tensor_sha256(embedding)}
     (folder / "compact.json").write_text(json.dumps(about | more, indent=2))
     stored = {
         name: (tensor.to(embedding.dtype) if tensor.is_floating_point() else tensor).contiguous()
         for name, tensor in tensors.items()
     }
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(stored, folder / file, metadata={"format": "pt"})
 
 
 def tuned_config(

@@ -50,7 +50,8 @@ class Origin:
     and `fit_states` those of `DraftKind.fit_layers`.
     mask: the id of the draft's mask token, for kinds that have one. published: the folder of a
     draft of this kind, whose weights and head are taken instead. ttt_steps: steps of a draft that
-    are trained together, for kinds that read their own states.
+    are trained together, for kinds that read their own states. lora_r, lora_alpha: of kinds that
+    are an adapter.
     """
 
     target: Target | TargetEnds
@@ -64,6 +65,8 @@ class Origin:
     states: Callable[[CachedAnswer], Tensor] | None = None
     ttt_steps: int = 3
     fit_states: Callable[[CachedAnswer], Tensor] | None = None
+    lora_r: int = 64
+    lora_alpha: int = 128
 
     @property
     def embedding(self) -> Tensor:
@@ -103,6 +106,7 @@ class DraftKind:
     targets that a draft is made from. trained: whether the target's checkpoint has a trained base
     draft. unused: keys of a recipe that must have no value. served_states: whether the target's
     states may come from a vLLM (served_states.py), which computes quantised and large targets.
+    adapter: whether the draft is a LoRA on the whole target, which SGLang alone serves.
     """
 
     made_from: tuple[Literal["target", "sibling"], ...] = ("target",)
@@ -116,6 +120,7 @@ class DraftKind:
     trained = False
     unused: tuple[str, ...] = ()
     served_states = False
+    adapter = False
 
     @property
     def name(self) -> str:

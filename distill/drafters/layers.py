@@ -19,7 +19,7 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from distill.drafters.attention import Attention, Rotary, rotated
+from distill.drafters.attention import Rotary, rotated
 
 # layers of one shape, and the number of tokens that a query sees at most (None: all)
 PLAIN: dict[type, Callable[[Any], int | None]] = {
@@ -87,11 +87,16 @@ def compute_trained(model: PreTrainedModel) -> None:
 
 
 def trained_states(
-    model: PreTrainedModel, x: Tensor, position_ids: Tensor, attention: Attention, trained: Tensor
+    model: PreTrainedModel,
+    x: Tensor,
+    position_ids: Tensor,
+    attention: Callable[..., Tensor],
+    trained: Tensor,
 ) -> Tensor:
     """The last states of the trained tokens [M, H] of a model after `compute_trained`.
 
-    x: the embedded tokens [B, K, H]. trained: indices of the flattened tokens [M].
+    x: the embedded tokens [B, K, H]. attention: an `Attention`, or a function like one. trained:
+    indices of the flattened tokens [M].
     """
     body: Any = model.base_model
     rotary = rotary_of(body, position_ids)
@@ -106,7 +111,7 @@ def layer_forward(
     *,
     window: int | None,
     last: bool,
-    packed: Attention,
+    packed: Callable[..., Tensor],
     trained: Tensor,
     position_embeddings: Rotary,
     **_: Any,

@@ -89,7 +89,7 @@ def decode(
     session = None
     if drafter is not None:
         sampling = decoding.draft_sampling
-        text = Text([*ids, first], slots, sampling, generator, states, draft_length)
+        text = Text([*ids, first], slots, sampling, generator, states, draft_length, cache)
         session = drafter.start(text)
         if device.type == "cuda":
             torch.cuda.synchronize(device)

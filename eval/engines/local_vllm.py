@@ -28,7 +28,7 @@ from align.errors import UserError
 from align.files import read_json
 from align.transplant import resized
 from eval.decoding.build import longest_context
-from eval.decoding.drafters import LOOKUP, mtp
+from eval.decoding.drafters import LOOKUP, mtp, uno
 from eval.decoding.drafters.eagle3 import in_own_layout
 from eval.decoding.drafters.formats import longest_draft, published_format
 from eval.decoding.verification import SampleMethod
@@ -123,6 +123,11 @@ def speculation(
     about = read_json(path) if path.is_file() else {}
     method = about.get("speculators_model_type", "draft_model")
     names = about.get("architectures") or ()
+    if uno.TOKENS in about:
+        raise ServerError(
+            f"{draft} is a LoRA by which the target drafts for itself (uno), and vLLM {VLLM} does "
+            "not serve it; serve it with SGLang, as its README.md says."
+        )
     if in_own_layout(about):
         method = "eagle3"
     if is_dflash(about):

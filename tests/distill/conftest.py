@@ -49,6 +49,7 @@ RUNS = {
     "pard sibling": {"draft": "target"} | PARD,
     "pard lora": {"draft": "target"} | PARD | LORA,
     "pard pruned": ONE_LAYER | PARD,
+    "uno": {"draft": None, "drafter": "uno", "max_gamma": 3, "lora_r": 4, "lora_alpha": 16},
     "pard trimmed": ONE_LAYER | PARD | {"draft_vocab_size": 290},
 }
 

@@ -46,7 +46,8 @@ class Text(NamedTuple):
 
     ids: target ids. slots: the most tokens that the text may grow to. generator: of the random
     numbers for drafts. states: the target's hidden states [1, T, H] at all tokens except the last.
-    draft_length: the most tokens that a step drafts.
+    draft_length: the most tokens that a step drafts. cache: the target's; each verification writes
+    to it from the last token on.
     """
 
     ids: list[int]
@@ -55,6 +56,7 @@ class Text(NamedTuple):
     generator: torch.Generator
     states: HiddenStates
     draft_length: int
+    cache: KVCache | None = None
 
 
 class Session(ABC):
@@ -81,6 +83,8 @@ class Drafter(ABC):
     form: `full`, a language model over all of V, or a kind whose head may be trimmed. bytes: in
     memory, without tensors shared with the target. layers: numbers (forward.py) of the target's
     hidden states that it reads. most: the longest draft that it was made for; None: any length.
+    own_tokens: the first tokens of a draft that are the target's own choice; the acceptance rate is
+    that of the token after them.
     """
 
     vocab_size: int
@@ -91,6 +95,7 @@ class Drafter(ABC):
     kv_bytes_per_token: int = 0
     layers: tuple[int, ...] = ()
     most: int | None = None
+    own_tokens: int = 0
 
     @property
     def recorded(self) -> bool:

@@ -40,7 +40,9 @@ def random_draft(target):
         if name == "mtp":
             config = mtp_config("deepseek_v3", hidden_size=SIZE, vocab_size=VOCAB)
             return to_train(random_head(config, 2), target.decoder.embedding)
-        model = kind.initialise(Origin(target, token_ids, [], 1, 3, read, MASK)).model.float()
+        lora = {"lora_r": 4, "lora_alpha": 2}  # a larger one would drown what is read
+        origin = Origin(target, token_ids, [], 1, 3, read, MASK, **lora)
+        model = kind.initialise(origin).model.float()
         torch.manual_seed(2)
         with torch.no_grad():
             for weight in (p for p in model.parameters() if p.requires_grad and p.ndim > 1):

@@ -33,7 +33,7 @@ from tests.distill.drafters.conftest import SIZE
 TEXTS = ([3, 1, 4, 1, 5, 9, 2, 6, 5], [8, 46, 26, 43, 38, 32, 7, 9, 50, 28, 8, 4, 19])
 PROMPTS, SEEDS = (4, 3), (7, 2**31 + 4)
 DENSE = {"by_text": False}
-KINDS = ["pruned", "pard", "eagle3", "dflash", "medusa", "mtp"]
+KINDS = ["pruned", "pard", "eagle3", "dflash", "medusa", "mtp", "uno"]
 
 
 def losses_of(kind, model, layers, texts, packed):
@@ -89,7 +89,7 @@ def a_token_sees_the_next(queries, keys, *rest):
 
 
 @pytest.mark.parametrize("mutant", [other_texts_are_seen, a_token_sees_the_next])
-@pytest.mark.parametrize("name", ["pruned", "pard", "eagle3", "dflash"])
+@pytest.mark.parametrize("name", ["pruned", "pard", "eagle3", "dflash", "uno"])
 def test_a_mask_that_shows_too_much_changes_the_loss(
     target, random_draft, monkeypatch, name, mutant
 ):

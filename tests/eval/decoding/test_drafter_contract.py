@@ -31,6 +31,7 @@ from eval.decoding.drafters.medusa import MedusaDrafter, MedusaSession
 from eval.decoding.drafters.mtp import FORMAT as MTP
 from eval.decoding.drafters.pard import PardDrafter
 from eval.decoding.drafters.sibling import MapDrafter
+from eval.decoding.drafters.uno import Adapted, UnoSession, uno_drafter
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import Target
 from eval.decoding.transformers_forward import TransformersDecoder
@@ -41,8 +42,9 @@ from eval.measuring.runs import AT_LONGEST
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.build import build_report
 from tests.eval.decoding.enumeration import emitted, of_target, played, total_variation
-from tests.eval.decoding.world import Remembered, make_side
+from tests.eval.decoding.world import Remembered, RememberedNoise, make_side
 from tests.mtp import mtp_config, random_head
+from tests.uno import random_adapter
 
 LONGEST, CONTEXT, DEPTH = 40, 90, 4
 NEVER = frozenset({99})
@@ -199,6 +201,15 @@ def mtp(world, family):
     return MTP.drafter(model, None, world.target)
 
 
+def uno(world):
+    base, adapter = world.target.decoder, random_adapter(world.target.model)
+    if not world.remember:
+        return uno_drafter(adapter, 0.1, DEPTH, base)
+    drafter = uno_drafter(adapter, 0.1, DEPTH, base.decoder)
+    drafter.decoder = RememberedNoise(base, drafter.decoder)
+    return drafter
+
+
 def first(make):
     return lambda world: lookup_first(make(world), NEVER)
 
@@ -227,6 +238,7 @@ DRAFTERS = {
     "DFlash": (dflash, "any"),
     "DFlash, windows": (dflash_windows, "any"),
     "DFlash2": (dflash2, "any"),
+    "Uno": (uno, "some"),
     "MTP, DeepSeek": (lambda world: mtp(world, "deepseek_v3"), "any"),
     "MTP, GLM": (lambda world: mtp(world, "glm4_moe"), "any"),
     "MTP, Qwen": (lambda world: mtp(world, "qwen3_next"), "any"),
@@ -364,7 +376,9 @@ def tokens_shifted(monkeypatch):
 
 
 @pytest.mark.parametrize("mutant", [unwarped, tokens_shifted])
-@pytest.mark.parametrize("name", ["unrelated", "by map", "EAGLE-3", "Medusa", "PARD", "DFlash"])
+@pytest.mark.parametrize(
+    "name", ["unrelated", "by map", "EAGLE-3", "Medusa", "PARD", "DFlash", "Uno"]
+)
 def test_a_q_that_was_not_sampled_from_is_caught(small, monkeypatch, name, mutant):
     target, drafter, decoding = small.target.decoder, DRAFTERS[name][0](small), SAMPLED["block"]
     mutant(monkeypatch)
@@ -372,10 +386,27 @@ def test_a_q_that_was_not_sampled_from_is_caught(small, monkeypatch, name, mutan
     assert total_variation(outputs, of_target(target, REPEATS, decoding)) > 1e-4
 
 
+def test_an_adapter_that_verifies_is_caught(small, monkeypatch):
+    base, drafter, decoding = small.target.decoder, uno(small), SAMPLED["block"]
+    own = of_target(base, REPEATS, decoding)
+    monkeypatch.setattr(base, "known", {})
+    alone, both = (getattr(d, "fused", d) for d in (base.decoder, drafter.decoder.decoder))
+    monkeypatch.setattr(alone, "layers", both.layers)
+    outputs, *_ = emitted(played(monkeypatch), base, drafter, REPEATS, decoding, 2)
+    assert total_variation(outputs, own) > 1e-4
+
+
 def states_of(target, ids, layers):
     states = dict.fromkeys(layers)
     target.forward(torch.tensor([ids]), 0, target.new_cache(1, len(ids)), states=states)
     return states
+
+
+def filled(target, ids):
+    """The target's cache after all tokens but the last."""
+    cache = target.new_cache(1, CONTEXT)
+    target.forward(torch.tensor([ids[:-1]]), 0, cache)
+    return cache
 
 
 @torch.inference_mode()
@@ -391,7 +422,8 @@ def check_proposals(world, drafter, ids, text, sampling):
     assert rows.shape == (len(text), world.vocab)
     read = {layer: state[:, : len(ids)] for layer, state in states.items()}
     generator = torch.Generator().manual_seed(0)
-    session = drafter.start(Text([*ids, text[0]], CONTEXT, sampling, generator, read, 3))
+    cache, own = filled(target, [*ids, text[0]]), drafter.own_tokens
+    session = drafter.start(Text([*ids, text[0]], CONTEXT, sampling, generator, read, 3, cache))
     position, proposed = 1, 0
     for count in itertools.cycle((1, 2, 3)):
         if position + count >= len(text) - 1:
@@ -400,20 +432,26 @@ def check_proposals(world, drafter, ids, text, sampling):
         if sampling.greedy:  # later tokens, too, are those of a session that begins here
             read = {k: state[:, : len(ids) + position - 1] for k, state in states.items()}
             so_far = [*ids, *text[:position]]
-            fresh = drafter.start(Text(so_far, CONTEXT, sampling, generator, read, 3))
+            again = filled(target, so_far)
+            fresh = drafter.start(Text(so_far, CONTEXT, sampling, generator, read, 3, again))
             assert fresh.propose(count).tokens.tolist() == tokens.tolist()
+            assert own == 0 or tokens.tolist()[:own] == text[position : position + own]
+        rated = rows[position + own]
         if len(tokens) == 0:
-            assert rows[position].sum() == 0
-        elif q is None:
-            assert int(rows[position].argmax()) == int(tokens[0])
-            assert rows[position].max() == 1
-        else:
-            torch.testing.assert_close(q[0], rows[position], atol=1e-5, rtol=1e-4)
+            assert rated.sum() == 0
+        elif len(tokens) > own and q is None:
+            assert int(rated.argmax()) == int(tokens[own])
+            assert rated.max() == 1
+        elif len(tokens) > own:
+            torch.testing.assert_close(q[own], rated, atol=1e-5, rtol=1e-4)
         proposed += len(tokens)
         pairs = zip(tokens.tolist(), text[position:], strict=False)
         accepted = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
         emitted = text[position : position + accepted + 1]
         start = len(ids) + position - 1
+        target.forward(
+            torch.cat([torch.tensor(text[position - 1 : position]), tokens])[None], start, cache
+        )
         given = {layer: state[:, start : start + count + 1] for layer, state in states.items()}
         session.commit(emitted, accepted, given)
         position += len(emitted)
@@ -493,6 +531,21 @@ def context_one_too_far(monkeypatch):
     )
 
 
+def adapter_on_the_newest_token(monkeypatch):
+    adds = lambda self, x: self.base(x) + x @ self.down.T @ self.up.T  # noqa: E731
+    monkeypatch.setattr(Adapted, "__call__", adds)
+
+
+def one_position_too_far(monkeypatch):
+    right = UnoSession.commit
+
+    def commit(session, emitted, accepted, states):
+        right(session, emitted, accepted, states)
+        session.length += 1
+
+    monkeypatch.setattr(UnoSession, "commit", commit)
+
+
 @pytest.mark.parametrize(
     ("mutant", "name"),
     [
@@ -501,6 +554,8 @@ def context_one_too_far(monkeypatch):
         *((states_off_by_one, name) for name in ("EAGLE 3.1", "EAGLE-3, Qwen3 layers")),
         *((states_of_other_layers, name) for name in ("EAGLE-3", "DFlash", "EAGLE 3.1")),
         (context_one_too_far, "DFlash"),
+        (adapter_on_the_newest_token, "Uno"),
+        (one_position_too_far, "Uno"),
     ],
 )
 def test_a_session_that_reads_another_text_is_caught(world, made, own, monkeypatch, mutant, name):

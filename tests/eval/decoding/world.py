@@ -52,3 +52,22 @@ class Remembered:
         for number, layer in enumerate(layers):
             states[layer] = torch.stack([read[number] for _, read in found])[None]
         return torch.stack([logits for logits, _ in found])[None][:, -1 if last_only else 0 :]
+
+
+class RememberedNoise:
+    """The decoder of Uno drafts on the caches of a Remembered target."""
+
+    recorded = False
+
+    def __init__(self, target, decoder):
+        self.target, self.decoder, self.known = target, decoder, {}
+
+    def forward(self, tokens, start, cache):
+        held, base = cache.keys[0].flatten(), self.target.decoder
+        text, read = tuple(held[:start].tolist()), tuple(tokens[0].tolist())
+        held[start : start + len(read)] = tokens[0]  # as the real one does
+        if (text, read) not in self.known:
+            whole = base.new_cache(1, len(text) + len(read))
+            base.forward(torch.tensor([text]), 0, whole)
+            self.known[text, read] = self.decoder.forward(tokens, start, whole)
+        return self.known[text, read]
