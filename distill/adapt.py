@@ -69,7 +69,7 @@ from distill.traffic import (
     usable,
     write_rows,
 )
-from distill.training_config import usual_rate
+from distill.training_config import CONTINUED, usual_rate
 from eval import run as evaluation
 from eval.decoding.drafters.formats import published_format
 from eval.measuring.journal import INTERRUPTED
@@ -87,7 +87,6 @@ FALSE_PUBLICATIONS = 0.01 / 20
 # Share of a speed-up by which a server start may change it (docs/lab-notes.md), if the intervals
 # do not cover starts.
 SERVER_START = 0.05
-CONTINUED = 1 / 3  # factor on the learning rate of a draft that continues (docs/lab-notes.md)
 EVALUATED = 200  # most new prompts on which acceptance is measured, unless the recipe has a number
 WATCHED_EVERY = 5.0  # seconds between two measurements of the disk space
 # Recipe keys that go over from the run; the others are about its data, its length or its base draft
@@ -454,7 +453,7 @@ def gated(
     """
     run = recipe.folder
     if weights_sha256(served) in draft_weights(run):
-        return NOTHING, "training did not improve the draft on held-out prompts."
+        return NOTHING, "no gain over the served draft is shown."
     options = gate_options(args, recipe, run, served, run / "draft")
     if args.gate:
         recent = {"recent": measured(options, reports / "recent")}

@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from align.files import read_json, write_json
 from align.machine import free_memory
 from distill.card import USUAL_GAMMA, write_card
 from distill.clock import Clock
+from distill.export import BASE_KEPT, export_draft
 from distill.held_out import held_out_curve
 from distill.models import Pair
+from distill.prepare import read_prepared
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe
 from distill.run_folder import provenance
@@ -28,8 +31,10 @@ from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
 from eval.engines.local_vllm import EngineMissing, speculation, vllm_python
 from eval.measuring.evaluation import Plan
-from eval.measuring.evaluation import evaluate as measure
+from eval.measuring.evaluation import evaluate as measure_here
+from eval.measuring.intervals import around, measure, ratio
 from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
+from eval.measuring.runs import DraftLog, RunLog
 from eval.reporting.build import build_report
 from eval.reporting.fields import Report, ReportError, read_report
 from eval.reporting.files import write_report
@@ -61,10 +66,18 @@ def evaluate(
             f"\n\n    {shlex.join(in_vllm(recipe))}"
         )
     elif load is not None:
+        curve = held_out_curve(folder)
         with Journal(folder / "report" / JOURNAL) as journal:
-            report = _measured_here(recipe, pair, prompts, load(), clock, made_by, journal)
-            curve = held_out_curve(folder, prompts.held_out)
-            report = report.model_copy(update={"held_out": curve})
+            measured = _measured_here(recipe, pair, prompts, load(), clock, made_by, journal)
+            report = build_report(*measured)
+            kept = folder / BASE_KEPT
+            if not kept.exists() and (reason := loss(report, curve is not None)):
+                keep_base(recipe, pair, reason)
+                report = build_report(*with_base_only(*measured))
+            update: dict[str, Any] = {"held_out": curve}
+            if kept.exists():
+                update["base_kept"] = read_json(kept)["reason"]
+            report = report.model_copy(update=update)
             write_card(folder / "draft", folder, [report])
             write_report(folder / "report", report)
     return report
@@ -116,7 +129,8 @@ def evaluate_in_engine(recipe: Recipe, report: Report, clock: Clock, folder: Pat
     if status:
         print("Warning: the drafts were not measured in vLLM; the lines above say why.")
         return None
-    served = read_report(folder).model_copy(update={"held_out": report.held_out})
+    ours = {name: getattr(report, name) for name in ("held_out", "base_kept")}
+    served = read_report(folder).model_copy(update=ours)
     write_report(folder / "report", served)
     write_card(recipe.folder / "draft", recipe.folder, [report, served])
     return served
@@ -130,25 +144,24 @@ def _measured_here(
     clock: Clock,
     made_by: dict[str, Any],
     journal: Journal,
-) -> Report:
-    """The report of the reference decoder on n-gram speculation, distilled draft, and n-gram, then
-    distilled draft, as engines load them; also on a base draft that others trained.
+) -> tuple[RunLog, list[DraftLog]]:
+    """The logs of the reference decoder on n-gram speculation, distilled draft, and n-gram, then
+    distilled draft, as engines load them; also on a base draft that was trained before.
     """
     draft = Checkpoint.open(recipe.folder / "draft")
     distilled = model_drafter(draft, target, pair.strategy)
     drafts: dict[str, Drafter] = {}
-    trained = recipe.draft is not None or recipe.kind.trained  # before this run
     # with max_steps 0 base and distilled draft are the same
-    if trained and recipe.training.get("max_steps") != 0:
-        base = pair.published or pair.draft
-        if recipe.draft is None:
+    if recipe.starts_trained and recipe.training.get("max_steps") != 0:
+        base = pair.draft
+        if recipe.sibling is None:
             base = Checkpoint.open(recipe.folder / "prepared")
         drafts["untuned"] = model_drafter(base, target, pair.strategy)
     drafts |= {"lookup": prompt_lookup(target), "tuned": distilled}
     drafts["tuned+lookup"] = lookup_first(distilled, target.stops)
     free_memory()  # copies of weights from loading
     seconds = None if recipe.minutes is None else clock.left(clock.shares.decoded)
-    logs = measure(
+    return measure_here(
         target,
         drafts,
         prompts.evaluation,
@@ -158,7 +171,47 @@ def _measured_here(
         journal,
         made_by,
     )
-    return build_report(*logs)
+
+
+def loss(report: Report, followed: bool) -> str | None:
+    """Why a base draft that was trained before is to be kept; None if the distilled draft is.
+
+    The tokens a step of the two are compared, prompt by prompt, at the shorter of their draft
+    lengths. A loss is one reason. The other one is no gain, if the training was not `followed` on
+    held-out prompts. Fewer prompts than an interval needs show neither.
+    """
+    if "untuned" not in report.drafts:
+        return None
+    ours, base = report.drafts["tuned"], report.drafts["untuned"]
+    length = min(ours.gamma or 0, base.gamma or 0)
+    rows, groups = [], []
+    for our, other in zip(ours.per_prompt, base.per_prompt, strict=True):
+        if our.accepted_at and other.accepted_at:
+            sums = ((sum(at[1 : length + 1]), at[0]) for at in (our.accepted_at, other.accepted_at))
+            rows.append([number for pair in sums for number in pair])
+            groups.append(our.group)
+    if not rows:  # outputs of a token or two
+        return None
+    gain = measure("gain", rows, lambda t: ratio(t[..., :2]) - ratio(t[..., 2:]), groups, around)
+    low, high = gain.bounds
+    if high < 0 or (gain.ci95 and low <= 0 and not followed):
+        return f"{gain:+.3f} tokens a step with the distilled draft on the evaluation prompts"
+    return None
+
+
+def keep_base(recipe: Recipe, pair: Pair, reason: str) -> None:
+    """Make `draft/` the base draft, which was trained before this run and has no trimmed head."""
+    print(f"draft/ is the base draft: {reason}")
+    write_json(recipe.folder / BASE_KEPT, {"reason": reason})
+    base = read_prepared(recipe, pair)
+    export_draft(recipe, pair, base, base.model.float(), None)
+
+
+def with_base_only(run: RunLog, drafts: list[DraftLog]) -> tuple[RunLog, list[DraftLog]]:
+    """The logs after `keep_base`: the results of the base draft are those of `tuned`, too."""
+    base, lookup, tuned, _ = drafts
+    about = base.about | {"path": tuned.path}
+    return run, [base, lookup, replace(base, name=tuned.name, about=about)]
 
 
 def served_length(recipe: Recipe) -> int:

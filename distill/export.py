@@ -23,6 +23,7 @@ from distill.recipe import Recipe
 from distill.teacher.store import Answers, CachedAnswer
 from eval.decoding.forward import input_embedding
 
+BASE_KEPT = "base_draft_kept.json"  # in a run's folder: why `draft/` is the base draft
 SUPPRESSION = (0.0, 5.0, 10.0, 20.0, 40.0, 80.0)  # subtracted from logits, tried in order
 CALIBRATION_TOKENS = 8_000  # half to fit the suppression, half to check it
 # Most probability of trimmed tokens. It is measured on training outputs; on new text the trimmed
@@ -31,7 +32,7 @@ DROPPED_MASS = 1e-4
 
 
 def export_draft(
-    recipe: Recipe, pair: Pair, prepared: Draft, distilled: Any, answers: Answers
+    recipe: Recipe, pair: Pair, prepared: Draft, distilled: Any, answers: Answers | None
 ) -> None:
     """Write `draft/`, which engines and the reference decoder load."""
     with atomic_folder(recipe.folder / "draft") as partial:

@@ -1,17 +1,16 @@
-"""The acceptance rate on held-out prompts during training, and when it is measured.
+"""The tokens a step on held-out prompts during training, and when they are measured.
 
 Some training prompts and their near-duplicates are never trained on. The draft is measured on the
 target's outputs for them, teacher-forced: before the first step and at shares of the training
-(MEASURED_AT). The trainer keeps the weights with the highest `Measurement.draft_acceptance_rate`,
-and may stop early.
+(MEASURED_AT). The trainer keeps the best weights (`HeldOut.best`), and may stop early.
 """
 
 from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from accelerate import PartialState
@@ -21,9 +20,8 @@ from align.files import read_json, write_json
 from align.machine import from_first
 from distill.checkpoint import best_measurement
 from distill.clock import Clock
-from distill.teacher.store import name_of
-from eval.measuring.intervals import share
-from eval.prompts import PromptSet
+from eval.measuring.intervals import Measured, around, measure, ratio, share
+from eval.prompts import Prompt
 from eval.reporting.fields import HeldOutCurve, HeldOutPoint
 
 FIRST_INDEX = 2**30  # index of the first held-out output: no two outputs of a run share one
@@ -40,8 +38,8 @@ class Measurement:
     tokens: the number of different tokens that were trained on. The lists have a number for each
     held-out prompt. accepted, lacking: the results of `losses.acceptance` for the first token of a
     draft, summed over the prompt's response positions. positions: the number of these positions.
-    draft_accepted: the sum of the acceptance rates of all draft tokens that are trained.
-    draft_tokens: the number of these tokens.
+    emitted: the expected tokens of the steps whose drafts begin at these positions, as long as the
+    drafts that are trained. Siblings and pruned drafts train the first token alone.
     """
 
     step: int
@@ -49,8 +47,7 @@ class Measurement:
     accepted: list[float]
     lacking: list[float]
     positions: list[int]
-    draft_accepted: list[float]
-    draft_tokens: list[float]
+    emitted: list[float]
 
     @property
     def acceptance_rate(self) -> float:
@@ -58,19 +55,13 @@ class Measurement:
         return sum(self.accepted) / sum(self.positions)
 
     @property
-    def draft_acceptance_rate(self) -> float:
-        """The acceptance rate of all draft tokens that are trained, each after the right tokens.
-
-        The weights with the highest rate are the best, because later tokens of pard, eagle3, medusa
-        and dflash still improve when the first does not. Other kinds train the first token alone.
-        """
-        return sum(self.draft_accepted) / sum(self.draft_tokens)
+    def tokens_per_step(self) -> float:
+        """Later draft tokens may still improve when the acceptance rate of the first does not."""
+        return sum(self.emitted) / sum(self.positions)
 
     def __str__(self) -> str:
-        text = f"held-out acceptance rate {self.draft_acceptance_rate:.3f}"
-        if self.draft_tokens == self.positions:
-            return text
-        return f"{text} of all draft tokens, {self.acceptance_rate:.3f} of the first"
+        rate = f"acceptance rate {self.acceptance_rate:.3f}"
+        return f"held-out prompts {self.tokens_per_step:.3f} tokens a step, {rate}"
 
 
 class HeldOut:
@@ -80,8 +71,8 @@ class HeldOut:
     weights and an early stop uncertain.
     """
 
-    def __init__(self, folder: Path, prompts: list[str], cost: float, clock: Clock) -> None:
-        """folder: the run's. prompts: their names. cost: of a measurement, in steps."""
+    def __init__(self, folder: Path, prompts: list[Prompt], cost: float, clock: Clock) -> None:
+        """folder: the run's. prompts: of each output. cost: of a measurement, in steps."""
         self.folder, self.prompts, self.cost, self.clock = folder, prompts, cost, clock
         self.passed = 0  # of MEASURED_AT
         self.pauses: list[float] = []  # seconds of each measurement, and of saving better weights
@@ -93,7 +84,32 @@ class HeldOut:
 
     @property
     def best(self) -> Measurement | None:
-        return best_of(self.in_order)
+        """The measurement with the most tokens a step, of those that are `better` than the base
+        draft's; without one the base draft's.
+        """
+        if not self.measurements:
+            return None
+        base, *later = self.in_order
+        return max(filter(self.better, later), key=attrgetter("tokens_per_step"), default=base)
+
+    def gain(self, later: Measurement, category: str | None = None) -> Measured:
+        """The gain in tokens a step over the base draft, paired, on all prompts or a category."""
+        base = self.in_order[0]
+        more = [new - old for new, old in zip(later.emitted, base.emitted, strict=True)]
+        columns = zip(self.prompts, more, base.positions, strict=True)
+        of_prompts = [row for row in columns if category in (None, row[0].category)]
+        groups = [prompt.group for prompt, *_ in of_prompts]
+        return measure("gain", [row[1:] for row in of_prompts], ratio, groups, around)
+
+    def better(self, later: Measurement) -> bool:
+        """Whether it shows a gain over the base draft, and no loss in a category of prompts.
+
+        Too few prompts for an interval show the gain of their mean, and no loss.
+        """
+        gain = self.gain(later)
+        categories = {prompt.category for prompt in self.prompts}
+        lost = any(self.gain(later, category).bounds[1] < 0 for category in categories)
+        return (gain.bounds[0] if gain.ci95 else gain.mean) > 0 and not lost
 
     def resume(self, step: int, progress: float) -> None:
         """Continue after `step`. The best weights may be of a later step of a killed process."""
@@ -131,28 +147,28 @@ class HeldOut:
         """
         self.passed = bisect.bisect_right(MEASURED_AT, progress)
         self.measurements[latest.step] = latest
-        best = self.best is latest
+        kept = self.best or latest
         if PartialState().is_main_process:
-            measurements = [asdict(each) for each in self.in_order]
-            written = {"prompts": self.prompts, "measurements": measurements}
+            written = {
+                "groups": [prompt.group for prompt in self.prompts],
+                "kept": kept.step,
+                "measurements": [asdict(each) for each in self.in_order],
+            }
             write_json(self.folder / MEASUREMENTS, written)
             line = f"step {latest.step}: {latest}"
-            if latest.step == 0:
-                line += f" (training can add {1 - latest.draft_acceptance_rate:.3f} at most)"
             lacking = sum(latest.lacking) / sum(latest.positions)
             if lacking > 5e-4:
                 line += f" (up to {lacking:.3f} more: not all tokens are cached)"
-            tqdm.write(line + (", the best so far" if best else ""), file=sys.stdout)
-        return best and latest.step > 0
+            tqdm.write(line + ", the best so far" * (kept is latest), file=sys.stdout)
+        return kept is latest and latest.step > 0
 
     def without_gain(self, step: int) -> int:
         """The number of measurements since the best one until this step.
 
         The base draft does not count, because the first steps may worsen it.
         """
-        trained = [each for each in self.in_order if 0 < each.step <= step]
-        best = best_of(trained)
-        return 0 if best is None else len(trained) - 1 - trained.index(best)
+        trained = [each.tokens_per_step for each in self.in_order if 0 < each.step <= step]
+        return len(trained) - 1 - trained.index(max(trained)) if trained else 0
 
 
 def read_measurements(folder: Path) -> list[Measurement]:
@@ -163,18 +179,13 @@ def read_measurements(folder: Path) -> list[Measurement]:
     return [Measurement(**fields) for fields in read_json(path)["measurements"]]
 
 
-def held_out_curve(folder: Path, held_out: PromptSet) -> HeldOutCurve | None:
+def held_out_curve(folder: Path) -> HeldOutCurve | None:
     """The acceptance rate by tokens trained on, for a run's report; None if not measured."""
     measurements = read_measurements(folder)
     if not measurements:
         return None
-    kept = best_of(measurements)
-    group_of = {
-        name_of(ids): prompt.group
-        for ids, prompt in zip(held_out.ids, held_out.prompts, strict=True)
-    }
-    # a logged output that is left out has no number
-    groups = [group_of[name] for name in read_json(folder / MEASUREMENTS)["prompts"]]
+    written = read_json(folder / MEASUREMENTS)
+    groups = written["groups"]
     points = [
         HeldOutPoint(
             step=measurement.step,
@@ -182,13 +193,8 @@ def held_out_curve(folder: Path, held_out: PromptSet) -> HeldOutCurve | None:
             alpha=share(
                 "alpha", list(zip(groups, measurement.accepted, measurement.positions, strict=True))
             ),
-            kept=measurement is kept,
+            kept=measurement.step == written["kept"],
         )
         for measurement in measurements
     ]
     return HeldOutCurve(points=points)
-
-
-def best_of(measurements: Sequence[Measurement]) -> Measurement | None:
-    """The first measurement with the highest `draft_acceptance_rate`; None without measurements."""
-    return max(measurements, key=lambda each: each.draft_acceptance_rate, default=None)

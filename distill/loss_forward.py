@@ -59,8 +59,8 @@ def _acceptance(
 ) -> ModelOutput:
     """`acceptance` with a head of this weight [K, H], for each position [N].
 
-    accepted, lacking: for the first token of a draft. draft_accepted: the sum of the acceptance
-    rates of all draft tokens that learn this position. draft_tokens: the number of these tokens.
+    accepted, lacking: for the first token of a draft. emitted: the expected tokens of a step whose
+    draft begins at this position: accepted draft tokens, and the target's one.
     """
 
     def rates(states: Tensor, learned: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,13 +77,10 @@ def _acceptance(
     states, learned, _ = kind.head_input(model, batch)
     accepted, lacking = rates(states, learned)
     count = len(batch.positions)
-    # several draft tokens may learn the same position
-    draft_accepted = torch.zeros_like(accepted[:count]).index_add_(0, learned, accepted)
-    ones = torch.ones_like(accepted)
-    draft_tokens = torch.zeros_like(ones[:count]).index_add_(0, learned, ones)
-    return ModelOutput(
-        accepted=accepted[:count],
-        lacking=lacking[:count],
-        draft_accepted=draft_accepted,
-        draft_tokens=draft_tokens,
-    )
+    counts = [count] if batch.plan is None else batch.plan.counts
+    drafts = accepted.new_zeros(len(counts), count)
+    parts = zip(accepted.split(counts), learned.split(counts), strict=True)
+    for depth, (tokens, numbers) in enumerate(parts):
+        drafts[depth, numbers - depth] = tokens
+    emitted = 1 + drafts.cumprod(0).sum(0)
+    return ModelOutput(accepted=accepted[:count], lacking=lacking[:count], emitted=emitted)

@@ -197,6 +197,8 @@ def with_published_kind(recipe: Recipe, target: Checkpoint, draft: Checkpoint | 
     if draft is None:
         return recipe
     about, published = draft.config_json, published_format(draft.folder)
+    if published is None and recipe.kind.trained:  # the checkpoint of a target has a head
+        return recipe
     if published is None:
         parallel = about.get("pard_token") is not None
         if parallel and recipe.drafter is None:

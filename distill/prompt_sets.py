@@ -49,7 +49,9 @@ HELD_OUT = {"embedded:licence-clauses": "legal/licence-clauses-held-out.jsonl.gz
 PROMPTS = "prompts"  # in a run's folder: the prompts as they were asked
 OVERLAP, IDS = "overlap.json", "ids.json"
 HELD_OUT_PART = 20  # at most one in 20 training prompts is held out
-HELD_OUT_FEWEST = 8  # on fewer prompts the acceptance rate is too uncertain
+TRAINED_PART = 5  # the same for a base draft that was trained before: its training must be followed
+OLD_SHARE, OLD = 0.3, "old"  # share of a recipe's old_prompts in training, and their category
+HELD_OUT_FEWEST = FEWEST_CLUSTERS  # fewer prompts give no interval
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,8 @@ def _chosen(recipe: Recipe, target: Checkpoint) -> Prompts:
     spec, logged = recipe.train_prompts, recipe.answers == "logged"
     source = logged_prompts(spec, recipe.answer_model) if logged else None
     prompts, overlap = training_prompts(spec, compared, limit, recipe.seed, source)
+    if recipe.old_prompts is not None:
+        prompts = with_old(prompts, recipe.old_prompts, compared, recipe.seed)
     longest = max(recipe.answer_max_new_tokens, recipe.max_new_tokens)
     pool = rendered(spec, longest, prompts)
     if logged:
@@ -222,6 +226,17 @@ def training_prompts(
     return kept, overlap
 
 
+def with_old(
+    prompts: list[Prompt], spec: str, eval_prompts: list[Prompt], seed: int
+) -> list[Prompt]:
+    """The prompts, and OLD_SHARE of old ones of the spec among them, in an order by the seed."""
+    count = round(len(prompts) * OLD_SHARE / (1 - OLD_SHARE))
+    old, _ = training_prompts(spec, eval_prompts, count, seed)
+    print(f"prompts: {len(old)} old ones are added to {len(prompts)}")
+    both = prompts + [replace(p, id=f"{OLD} {p.id}", category=OLD) for p in old]
+    return random.Random(seed).sample(both, len(both))
+
+
 def evaluation_prompts(spec: str, limit: int | None, seed: int) -> list[Prompt]:
     """Evaluation prompts; of embedded ones those of documents held out from training."""
     if spec in EMBEDDED and spec not in HELD_OUT:
@@ -243,10 +258,11 @@ def _held_out(
     """
     kept = {prompt.id for prompt in others.prompts}
     remaining = [prompt for prompt in prompts if prompt.id in kept]
-    count = min(recipe.held_out_prompts, len(remaining) // HELD_OUT_PART)
+    part = TRAINED_PART if recipe.starts_trained else HELD_OUT_PART
+    count = min(recipe.held_out_prompts, len(remaining) // part)
     if count < HELD_OUT_FEWEST:
         if recipe.held_out_prompts:
-            enough = HELD_OUT_PART * HELD_OUT_FEWEST
+            enough = part * HELD_OUT_FEWEST
             print(f"prompts: none held out, because this needs {enough} training prompts")
         return others.first(0), others
     held_out, trained = hold_out(remaining, count)

@@ -67,6 +67,7 @@ class Recipe:
     target: Text = _key("model to speed up: Hub id, folder, GGUF file or pypi: file")
     train_prompts: Text = _key("training prompts: Hub data set, pypi: file, .jsonl or embedded:…")
     eval_prompts: Text = _key("evaluation prompts; near-duplicates of them are not trained on")
+    old_prompts: Text | None = _key("prompts that a trained draft knows: 3 in 10 to train on", None)
     name: Text = _key("name of run and output folder; default: the file's name", "run")
     domain: Text = _key("what the draft is for, as text for the model card", "general")
     target_hub_id: HubId | None = _key("the target's ORG/NAME on the Hub, for the model card", None)
@@ -139,6 +140,11 @@ class Recipe:
     def sibling(self) -> str | None:
         """`draft` if it is a language model; None if it reads the target's states."""
         return self.draft if self.kind.language_model else None
+
+    @property
+    def starts_trained(self) -> bool:
+        """Whether the base draft was trained before: a sibling, a published draft, an MTP head."""
+        return self.draft is not None or self.kind.trained
 
     @property
     def served(self) -> bool:
@@ -456,6 +462,11 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
         "train_on_prompts answers",
         "distributions within prompts are neither requested from servers nor read with logged "
         "outputs; set train_on_prompts to false",
+    )
+    yield (
+        logged and recipe.old_prompts is not None,
+        "old_prompts answers",
+        "old prompts have no logged output; add logged rows of them to train_prompts",
     )
     yield (
         logged and (recipe.answers_per_prompt > 1 or recipe.cache_top_k == 1),

@@ -134,7 +134,8 @@ def run_stages(
         del reader
         free_memory()
         clock.stage("Distil the draft")
-        distilled = distil_draft(recipe, pair, prepared, answers, held_out, clock)
+        trained = answers, held_out, prompts.held_out
+        distilled = distil_draft(recipe, pair, prepared, *trained, clock)
         free_memory()  # trainer and optimiser refer to each other
         if distilled is not None:
             clock.stage("Save the draft")

@@ -23,12 +23,13 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, get_scheduler
 
 from align.errors import UserError
-from align.files import atomic_file, remove
+from align.files import atomic_file, remove, write_json
 from align.machine import from_first
 from distill import checkpoint as files
 from distill.clock import Clock
 from distill.drafters.batch import TrainingBatch
 from distill.drafters.kind import Draft
+from distill.export import BASE_KEPT
 from distill.held_out import FIRST_INDEX, FORWARD, HeldOut, Measurement
 from distill.loss_forward import give_loss_forward, take_loss_forward
 from distill.losses import LOSSES
@@ -45,9 +46,11 @@ from distill.training_config import (
     training_config,
 )
 from distill.training_set import SEEDS_A_STEP, Part, TrainingSet
+from eval.prompts import PromptSet
 
 REPEAT = "repeat.yaml"  # in a run's folder: the recipe with the run's numbers of outputs and steps
 SKIPPED = 3  # steps in a row without finite gradients that end the training
+EPOCHS = 3  # of a base draft that was trained before; more only while they gain
 THREADS = 4  # most threads of a process that trains on a GPU
 KEPT = ("step", "steps", "place", "tokens", "ended", "log_history")  # attributes in a checkpoint
 
@@ -67,8 +70,10 @@ class DraftTrainer:
         prepared: Draft,
         answers: Answers,
         held_out: Answers,
+        prompts: PromptSet,
         clock: Clock,
     ) -> None:
+        """prompts: those of `held_out`; a logged output that is left out has none there."""
         self.recipe, self.clock = recipe, clock
         model: Any = prepared.model.float()
         width = model.config.get_text_config().hidden_size
@@ -106,9 +111,10 @@ class DraftTrainer:
         self.steps = config.max_steps
         if self.steps < 0:
             self.steps = math.ceil(config.num_train_epochs * len(self.data.steps(0)))
-        prompts = [name_of(answer.prompt_ids) for answer in held_out]
+        prompt_of = dict(zip(map(name_of, prompts.ids), prompts.prompts, strict=True))
+        measured = [prompt_of[name_of(answer.prompt_ids)] for answer in held_out]
         cost = FORWARD * sum(self.measured.sizes) / recipe.step_tokens
-        self.held_out = HeldOut(recipe.folder, prompts, cost, clock)
+        self.held_out = HeldOut(recipe.folder, measured, cost, clock)
         optimizer = optimizer_of(recipe, config, model)
         self.warmup = config.get_warmup_steps(self.steps)
         schedule = get_scheduler(config.lr_scheduler_type, optimizer, self.warmup, self.steps)
@@ -246,6 +252,8 @@ class DraftTrainer:
             self.held_out.pauses.append(time.perf_counter() - began)
             self.began += self.held_out.pauses[-1]
             patience = self.recipe.early_stopping_patience or math.inf
+            if self.recipe.starts_trained and self.place[0] >= EPOCHS:
+                patience = 1
             self.ended |= self.held_out.without_gain(self.step) >= patience
         strategy = self.recipe.training.get("save_strategy", "steps")
         due = {
@@ -269,7 +277,7 @@ class DraftTrainer:
             return
         self.read_skipped()
         device, temperature = self.accelerator.device, min(self.recipe.temperature, 1.0)
-        sums = torch.zeros(5, len(self.measured.sizes), dtype=torch.float64, device=device)
+        sums = torch.zeros(4, len(self.measured.sizes), dtype=torch.float64, device=device)
         parts = takewhile(lambda part: part.epoch == 0, self.measured.parts())
         self.model.eval()
         with torch.no_grad(), Prefetcher(self.measured, parts, device) as batches:
@@ -284,10 +292,10 @@ class DraftTrainer:
             if isinstance(module, FSDPModule):
                 module.reshard()  # without a backward pass some weights stay whole
         total: Any = self.accelerator.reduce(sums, "sum")
-        accepted, lacking, *drafts, positions = total.tolist()
+        accepted, lacking, emitted, positions = total.tolist()
         counts = [int(number) for number in positions]
-        latest = Measurement(self.step, self.tokens, accepted, lacking, counts, *drafts)
-        self.accelerator.log({"acceptance_rate": latest.draft_acceptance_rate}, step=self.step)
+        latest = Measurement(self.step, self.tokens, accepted, lacking, counts, emitted)
+        self.accelerator.log({"tokens_per_step": latest.tokens_per_step}, step=self.step)
         if from_first(self.held_out.record(latest, self.progress)):
             files.save_best(self.recipe.folder, self.plain, asdict(latest))
 
@@ -319,6 +327,7 @@ class DraftTrainer:
         if (best := self.held_out.best) is not None:
             print(f"kept: the draft after step {best.step} of {self.step}, {best}")
             if best.step > 0:
+                print(f"gain over the base draft: {self.held_out.gain(best):+.3f} tokens a step")
                 files.load_weights(self.recipe.folder / files.BEST, self.plain)
         draft: Any = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         state = None if self.hollow is None else self.accelerator.get_state_dict(self.model)
@@ -355,16 +364,22 @@ def _utilisation(device: torch.device) -> dict[str, float]:
 
 
 def distil_draft(
-    recipe: Recipe, pair: Pair, prepared: Draft, answers: Answers, held_out: Answers, clock: Clock
+    recipe: Recipe,
+    pair: Pair,
+    prepared: Draft,
+    answers: Answers,
+    held_out: Answers,
+    prompts: PromptSet,
+    clock: Clock,
 ) -> PreTrainedModel | None:
-    """The distilled draft in fp32, on the first process; None elsewhere.
+    """The distilled draft in fp32, on the first process; None elsewhere. prompts: of `held_out`.
 
     Writes `repeat.yaml`: the recipe without `minutes`, with the same number of outputs and steps.
-    If no measurement after a step is better than the first one (`best_of`), the base draft is kept.
+    If no measurement is `HeldOut.better` than the first one, the base draft is kept.
     """
     if recipe.training.get("max_steps") == 0:
         return prepared.model.float() if PartialState().is_main_process else None
-    trainer = DraftTrainer(recipe, pair, prepared, answers, held_out, clock)
+    trainer = DraftTrainer(recipe, pair, prepared, answers, held_out, prompts, clock)
     distilled = distil(trainer)
     if distilled is None:
         return None
@@ -374,8 +389,11 @@ def distil_draft(
         file.write(f"# {launch} distill/train.py --recipe {REPEAT}\n")
         file.write(dump(recipe, minutes=None, tokens_per_step=recipe.step_tokens, **counts))
     best = trainer.held_out.best
+    remove(recipe.folder / BASE_KEPT)  # of a draft that has been deleted
     if best is not None and best.step == 0:
-        print("training did not improve the draft on held-out prompts: the base draft is kept")
+        reason = "no gain over it is shown on the held-out prompts"
+        print(f"draft/ is the base draft: {reason}")
+        write_json(recipe.folder / BASE_KEPT, {"reason": reason})
         return read_prepared(recipe, pair).model.float()
     return distilled
 

@@ -29,8 +29,10 @@ warnings.filterwarnings(
     "ignore", message="`(is_)?gradient_checkpointing(_enable)?`", category=FutureWarning
 )
 
-# Learning rates of the recipe's `draft` and an MTP head (careful guesses): full fine-tuning, LoRA
-TRAINED_RATES = (5e-5, 2e-4)
+TRAINED_RATES = (5e-5, 2e-4)  # of a sibling (careful guesses): full fine-tuning, LoRA
+CONTINUED = 1 / 3  # factor on the rate of a draft that was trained before (docs/lab-notes.md)
+LEAST_CONTINUED = 1e-5
+WARMUP = 0.1  # share of the steps of a draft that was trained before
 LORA_RATE = 5e-3  # of a new draft of hidden size WIDTH
 FITTED_SHARE = 0.1  # factor on the rate of least-squares-initialised weights (docs/lab-notes.md)
 WAIT = 7 * 24 * 3600  # seconds of waiting for a process; the launcher notices a dead one
@@ -44,10 +46,12 @@ def usual_rate(recipe: Recipe, width: int) -> float:
     lower than that, so the exponent is 2 (docs/lab-notes.md).
     """
     kind, trained = recipe.kind, TRAINED_RATES[recipe.use_peft]
-    if recipe.draft is not None or kind.trained:
-        return trained
+    fall = min(1, WIDTH / width) ** 2
+    if recipe.starts_trained:
+        head = max(LEAST_CONTINUED, CONTINUED * kind.rate * fall)
+        return trained if kind.language_model else head
     new, least = (LORA_RATE, trained) if recipe.use_peft else (kind.rate, kind.least_rate)
-    return max(least, new * min(1, WIDTH / width) ** 2)
+    return max(least, new * fall)
 
 
 def training_config(recipe: Recipe, width: int = WIDTH) -> SFTConfig:
@@ -60,7 +64,7 @@ def training_config(recipe: Recipe, width: int = WIDTH) -> SFTConfig:
     usual = from_first(usual_dtype(recipe.training.get("use_cpu", False)))
     values: dict[str, Any] = {
         "learning_rate": usual_rate(recipe, width),
-        "warmup_steps": recipe.kind.warmup,
+        "warmup_steps": WARMUP if recipe.starts_trained else recipe.kind.warmup,
         "bf16": usual == "bfloat16" and not recipe.training.get("fp16", False),
         "fp16": usual == "float16" and not recipe.training.get("bf16", False),
         "report_to": "none",

@@ -27,7 +27,8 @@ class Plan(NamedTuple):
     anchors: for each slot the number (0 to N - 1) of the response position that it belongs to, or
     -1 without a slot [B, Q]. depths: tokens from the anchor to the slot [B, Q]. taken: which of the
     draft's flattened outputs are trained [M]. learned: the number of the position whose
-    distribution each of them learns [M]. counts: how many of them each step of a draft has.
+    distribution each of them learns [M]. counts: the number of them that are the first, the second,
+    … token of a draft; they have this order.
     """
 
     anchors: Tensor

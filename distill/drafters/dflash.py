@@ -79,7 +79,7 @@ class DFlash(DraftKind):
         else:
             whole = target.model.get_output_embeddings().weight.detach()
             config = target.model.config.get_text_config()
-            model, token_ids = load_dflash(origin.published, embedding, whole, config)
+            model, token_ids = load_dflash(origin.published, embedding, whole, config, True)
         return Draft(_to_train(model, usual_sizes(origin), embedding), token_ids)
 
     def save(self, folder: Path, draft: Draft, embedding: Tensor, target: Checkpoint) -> None:
@@ -113,11 +113,10 @@ class DFlash(DraftKind):
         of_slots, of_depths, places = slots(batch, anchors, depths)
         # the target has a distribution at a slot if the response is so long
         trained = (depths > 0) & text_goes_on[(depths - 1).clamp_min(0), anchors]
-        first = (depths == 1).nonzero()[:, 0]
-        later = ((depths > 1) & trained).nonzero()[:, 0]
-        taken = torch.cat([first, later])
+        by_depth = [((depths == d) & trained).nonzero()[:, 0] for d in range(1, most + 1)]
+        taken = torch.cat(by_depth)
         learned = (anchors + depths - 1)[taken]
-        return Plan(of_slots, of_depths, places[taken], learned, (len(first), len(later)))
+        return Plan(of_slots, of_depths, places[taken], learned, tuple(map(len, by_depth)))
 
     def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
         """The losses are divided by the mean number of masks that a position gets."""

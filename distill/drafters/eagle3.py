@@ -90,7 +90,7 @@ class Eagle3(DraftKind):
             model = from_target(target.model, origin.layers, origin.head())
         else:
             config = target.model.config.get_text_config()
-            model, token_ids = eagle3.load_eagle3(origin.published, origin.embedding, config)
+            model, token_ids = eagle3.load_eagle3(origin.published, origin.embedding, config, True)
             if model.config.norm_before_fc or model.config.fc_norm:
                 sizes = torch.ones_like(sizes)  # the norms read the states as they are
         model = to_train(model, sizes, origin.embedding)

@@ -151,8 +151,9 @@ class DraftKind:
     def initialise(self, origin: Origin) -> Draft:
         """The base draft that is made from the target, or read from `origin.published`.
 
-        Its model is a PreTrainedModel, because trl, peft and FSDP save, load and wrap it. Raises
-        UserError for a published draft of another target, or one that cannot be trained here.
+        Its model is a PreTrainedModel, because trl, peft and FSDP save, load and wrap it. Since
+        `origin.published` was trained, the target may have been fine-tuned. Raises UserError for a
+        published draft of another target, or one that cannot be trained here.
         """
         raise NotImplementedError
 

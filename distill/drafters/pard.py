@@ -79,7 +79,7 @@ class Pard(Pruned):
         first = batch.positions // width * length + batch.positions % width
         behind = places // slots_a_row * length + width + places % slots_a_row
         learned = torch.cat([torch.arange(len(first)), later + depth_of])
-        counts = (len(first), len(later))
+        counts = (len(first), *map(len, anchors[1:]))
         return Plan(of_slots, of_depths, torch.cat([first, behind]), learned, counts)
 
     def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:

@@ -351,6 +351,9 @@ class Report(Part):
     drafts: dict[str, DraftReport] = Field(min_length=1, description="by name")
     gain: list[Gain] = Field(description="difference to the draft named, on the same prompts.")
     provenance: dict[str, JsonValue]
+    base_kept: str | None = Field(
+        None, description="why `draft/` is the base draft; null: it is the distilled draft"
+    )
     held_out: HeldOutCurve | None = Field(
         None, description="null: no prompts were held out, or no training was followed"
     )

@@ -274,6 +274,8 @@ def _memory(report: Report, found: Recommendation | None) -> str:
 
 def _training(report: Report) -> str:
     """What the training changed on held-out prompts."""
+    if report.base_kept is not None:
+        return f"the base draft is kept: {report.base_kept}"
     if report.held_out is None:
         return ""
     first, *_ = report.held_out.points

@@ -15,6 +15,7 @@ from distill.recipe import build_recipe
 from distill.teacher.store import Answers, CachedAnswer, Store, name_of
 from distill.train import run
 from distill.trainer import DraftTrainer
+from eval.prompts import Prompt, PromptSet
 from tests.align.conftest import trained
 from tests.conftest import WORKER, cache_without_answers
 from tests.distill.training import FOLLOWED
@@ -199,7 +200,9 @@ def plain_trainer():
         pair = SimpleNamespace(target=target, strategy=strategy, layers=())
         outputs = (stored(recipe.folder / "outputs", part) for part in (answers, held_out))
         clock = Clock(recipe.folder, recipe.minutes)
-        return DraftTrainer(recipe, pair, Draft(model, None), *outputs, clock)
+        ids = [answer.prompt_ids.tolist() for answer in held_out]
+        prompts = PromptSet("", [Prompt(str(i), "?") for i in range(len(ids))], ids)
+        return DraftTrainer(recipe, pair, Draft(model, None), *outputs, prompts, clock)
 
     return make
 

@@ -673,7 +673,7 @@ def test_each_recipe_key_goes_over_or_is_decided_here():
     ours += " warmup_steps max_train_prompts"
     of_run = "drafter instruction strategy num_draft_layers draft_vocab_size fit_tokens dry_run"
     of_run += " answers_per_prompt train_on_prompts max_answers coverage_curve max_steps run_name"
-    of_run += " resume_from_checkpoint project engine"
+    of_run += " resume_from_checkpoint project engine old_prompts"
     assert {*OWN, *TRAINING} - {*module.KEPT} == {*ours.split(), *of_run.split()}
     assert {*module.KEPT} <= {*OWN, *TRAINING}
 

@@ -1,15 +1,20 @@
 """What a run ends with where vLLM is installed, with a stand-in for its measurement."""
 
 import dataclasses
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from align.errors import UserError
+from distill.evaluation import loss
 from distill.train import main, run
+from eval.decoding.target import weights_sha256
 from eval.engines.local_vllm import VLLM_PYTHON
 from eval.measuring.journal import JOURNAL
+from eval.measuring.metrics import PromptSums
 from eval.reporting.fields import read_report
 from eval.reporting.files import write_report
 
@@ -94,3 +99,50 @@ def test_a_report_that_cannot_be_written_leaves_what_was_measured(job, tmp_path,
     assert (recipe.folder / "report" / JOURNAL).is_file()
     assert run(recipe) == 0
     assert read_report(recipe.folder).provenance["resumed"] is True
+
+
+def drafts_of(gains, length=2):
+    """Reports of a base draft and, with these gains in tokens a step, of a distilled one."""
+
+    def numbers(name, gains, length):
+        accepted = [[100, round(60 + 100 * gain), *[20] * (length - 1)] for gain in gains]
+        sums = [PromptSums(id=str(i), accepted_at=each) for i, each in enumerate(accepted)]
+        return SimpleNamespace(gamma=length, per_prompt=sums)
+
+    base = numbers("untuned", [0.0] * len(gains), length + 3)  # its longer drafts are no gain
+    return SimpleNamespace(drafts={"untuned": base, "tuned": numbers("tuned", gains, length)})
+
+
+@pytest.mark.parametrize(
+    ("gains", "followed", "unfollowed"),
+    [
+        ([0.1, 0.2] * 6, False, False),
+        ([-0.1, -0.2] * 6, True, True),
+        ([-0.1, 0.1] * 6, False, True),
+        ([-0.1, -0.2] * 3, False, False),  # too few prompts for an interval
+    ],
+)
+def test_a_trained_base_draft_is_kept_where_a_loss_or_no_gain_is_shown(gains, followed, unfollowed):
+    report = drafts_of(gains)
+    assert bool(loss(report, followed=True)) is followed
+    assert bool(loss(report, followed=False)) is unfollowed
+    del report.drafts["untuned"]  # made from the target, so nobody has trained it
+    assert loss(report, followed=False) is None
+
+
+def test_a_draft_that_evaluation_prompts_show_to_be_worse_is_not_saved(
+    job, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("eval.measuring.intervals.FEWEST_CLUSTERS", 3)
+    keys = {"max_steps": 4, "learning_rate": 1.0, "speed_prompts": 6}
+    recipe = job(tmp_path / "run", draft=str(tmp_path / "target"), **keys)
+    shutil.copytree(recipe.target, tmp_path / "target")
+    assert run(recipe) == 0
+    report = read_report(recipe.folder)
+    assert report.drafts["tuned"].alpha.mean == report.drafts["untuned"].alpha.mean == 1.0
+    assert report.drafts["tuned"].sha256 == weights_sha256(str(recipe.folder / "draft"))
+    assert [name for name in report.drafts if name.startswith("tuned")] == ["tuned"]
+    assert report.base_kept in capsys.readouterr().out
+    assert report.base_kept in (recipe.folder / "draft" / "README.md").read_text()
+    assert run(recipe) == 0  # which measures the same draft again
+    assert read_report(recipe.folder).base_kept == report.base_kept

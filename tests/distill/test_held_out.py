@@ -15,18 +15,18 @@ from align.errors import UserError
 from align.files import read_json, write_json
 from distill import held_out
 from distill.checkpoint import BEST, best_measurement, last_checkpoint, mark_complete
-from distill.held_out import HeldOut, Measurement, best_of, held_out_curve, read_measurements
+from distill.held_out import HeldOut, Measurement, held_out_curve, read_measurements
 from distill.losses import acceptance
 from distill.models import check_models, open_models, target_loader
 from distill.prompt_sets import collect_prompts, hold_out
 from distill.teacher.answers import USED
-from distill.teacher.store import Answers, CachedAnswer, Store, name_of, names_of
+from distill.teacher.store import Answers, CachedAnswer, Store, names_of
 from distill.train import run
 from distill.trainer import distil
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.verification import Sampling
-from eval.prompts import Prompt, PromptSet
+from eval.prompts import Prompt
 from eval.reporting.fields import read_report
 from tests.distill.conftest import plain_recipe
 
@@ -64,6 +64,15 @@ def trained(tmp_path, tiny_llama, plain_trainer, followed):
     return train
 
 
+def best_of(measurements, categories=None):
+    """The best of these measurements on prompts of these categories."""
+    count = len(measurements[0].positions)
+    prompts = [Prompt("p", "?", category=each) for each in categories or [None] * count]
+    followed = HeldOut(Path(), prompts, 0.0, None)
+    followed.measurements = {each.step: each for each in measurements}
+    return followed.best
+
+
 def agreement_of(draft):
     """Greedy agreement of the draft on the held-out rows, computed plainly."""
     hits = []
@@ -87,8 +96,8 @@ def test_what_is_measured_is_the_drafts_agreement_and_its_best_weights_are_kept(
     kept = {int(path.parent.name.partition("-")[2]) for path in folder.glob("*/complete")}
     assert kept == {16, 24}
     assert best_measurement(folder)["step"] == so_far[-1]
-    kept_at = f"kept: the draft after step {best_of(seen).step} of 24, held-out acceptance rate"
-    assert f"{kept_at} {best:.3f}" in shown
+    kept_at = f"kept: the draft after step {best_of(seen).step} of 24, held-out prompts"
+    assert f"{kept_at} {1 + best:.3f} tokens a step" in shown
     tokens = [one.tokens for one in seen]
     assert tokens[-1] == 24 * 8  # all that were taught; half of them after half an epoch
     assert dict(zip([one.step for one in seen], tokens, strict=True))[3] == 12 * 8
@@ -101,10 +110,15 @@ def worse_after(last):
     def worse(self, latest, progress):
         if latest.step > last:
             none = [0.0] * len(latest.accepted)
-            latest = replace(latest, accepted=none, draft_accepted=none)
+            latest = replace(latest, accepted=none, emitted=none)
         return record(self, latest, progress)
 
     return worse
+
+
+def better_with_each_step(self, latest, progress, record=HeldOut.record):
+    emitted = [(2.0 + latest.step) * number for number in latest.positions]
+    return record(self, replace(latest, emitted=emitted), progress)
 
 
 def test_the_best_weights_come_back_where_the_last_are_worse(trained, monkeypatch):
@@ -134,6 +148,23 @@ def test_training_stops_when_alpha_has_not_risen_for_a_while(trained, monkeypatc
     again, later, _ = trained(patience=2)  # trains no further
     assert later == seen
     assert agreement_of(again) == agreement_of(draft)
+
+
+@pytest.mark.parametrize(
+    ("keys", "worse", "steps"),
+    [
+        ({"draft": "org/draft"}, 5, 18),  # an epoch has 6
+        ({"draft": "org/draft"}, 99, 36),
+        ({}, 5, 36),
+    ],
+)
+def test_a_trained_draft_has_three_epochs_unless_more_gain(
+    trained, monkeypatch, keys, worse, steps
+):
+    record = worse_after(worse) if worse < 99 else better_with_each_step
+    monkeypatch.setattr(HeldOut, "record", record)
+    _, seen, _ = trained(num_train_epochs=6, steps=-1, **keys)
+    assert seen[-1].step == steps
 
 
 def test_a_resumed_run_has_seen_what_an_uninterrupted_one_has(trained):
@@ -193,13 +224,13 @@ def test_measuring_keeps_to_its_share(trained, monkeypatch):
 def test_saving_counts_as_measuring(saving, measured, tmp_path):
     """100 steps take a second each; with 10 for saving one measurement is between the ends."""
     clock = SimpleNamespace(minutes=1.0, training=0.0, now=0.0, seconds=lambda: clock.now)
-    followed = HeldOut(tmp_path, ["prompt"], 1 / 12, clock)
+    followed = HeldOut(tmp_path, [Prompt("p", "?")], 1 / 12, clock)
     followed.resume(0, 0.0)
     for step in range(101):
         clock.now += step > 0
         if step == 0 or followed.due(step, step / 100):
             clock.now += saving
-            followed.record(Measurement(step, step, *[[1.0]] * 5), step / 100)
+            followed.record(Measurement(step, step, *[[1.0]] * 4), step / 100)
             if step:
                 followed.pauses.append(saving)
     assert len(followed.measurements) == measured
@@ -209,9 +240,10 @@ def test_a_base_draft_that_training_worsens_is_kept(job, tmp_path, followed, cap
     recipe = job(tmp_path / "run", draft=str(tmp_path / "target"), max_steps=4, learning_rate=1.0)
     shutil.copytree(recipe.target, tmp_path / "target")
     assert run(recipe) == 0
-    assert "the base draft is kept" in capsys.readouterr().out
+    assert "draft/ is the base draft" in capsys.readouterr().out
     assert best_of(read_measurements(recipe.folder)).step == 0
     report = read_report(recipe.folder / "report" / "report.json")
+    assert report.base_kept in (recipe.folder / "draft" / "README.md").read_text()
     assert report.drafts["tuned"].alpha.mean == report.drafts["untuned"].alpha.mean == 1.0
 
 
@@ -292,22 +324,39 @@ def test_prompts_that_are_all_alike_are_trained_on(job, tmp_path, followed, caps
 
 
 def test_the_best_weights_are_those_whose_whole_drafts_are_accepted():
-    early = Measurement(1, 1, [9.0], [0.0], [10], draft_accepted=[9.0], draft_tokens=[20])
-    late = Measurement(2, 2, [8.9], [0.0], [10], draft_accepted=[14.0], draft_tokens=[20])
+    early = Measurement(1, 1, [9.0], [0.0], [10], emitted=[19.0])
+    late = Measurement(2, 2, [8.9], [0.0], [10], emitted=[23.0])
     assert early.acceptance_rate > late.acceptance_rate
     assert best_of([early, late]) is late
 
 
+@pytest.mark.parametrize(
+    ("gains", "categories", "kept"),
+    [
+        ([0.2, 0.3] * 6, None, 9),
+        ([0.2, -0.1] * 6, None, 0),  # a higher mean, by chance
+        ([0.0] * 12, None, 0),
+        ([0.2, -0.1] * 4, None, 9),  # too few prompts for an interval
+        ([0.5, 0.6] * 6 + [-0.1, -0.2] * 6, ["new"] * 12 + ["old"] * 12, 0),
+        ([0.5, 0.6] * 6 + [0.1, -0.2] * 6, ["new"] * 12 + ["old"] * 12, 9),
+    ],
+)
+def test_the_base_draft_is_kept_unless_a_gain_over_it_is_shown(gains, categories, kept):
+    count = len(gains)
+    base, after = (
+        Measurement(step, step, [4.0] * count, [0.0] * count, [10] * count, emitted)
+        for step, emitted in ((0, [15.0] * count), (9, [15 + 10 * gain for gain in gains]))
+    )
+    assert best_of([base, after], categories).step == kept
+
+
 def test_prompts_of_one_document_are_one_in_the_curve(tmp_path):
     accepted, positions = [2.0, 8.0, 3.0] * 12, [10] * 36
-    measured = Measurement(5, 90, accepted, [0.0] * 36, positions, accepted, positions)
-    ids = [[i] for i in range(40)]
-    seen = {"prompts": [name_of(each) for each in ids[4:]], "measurements": [asdict(measured)]}
+    measured = Measurement(5, 90, accepted, [0.0] * 36, positions, accepted)
+    groups = [f"document {i // 3}" for i in range(36)]
+    seen = {"groups": groups, "kept": 5, "measurements": [asdict(measured)]}
     write_json(tmp_path / held_out.MEASUREMENTS, seen)
-    # the first four have logged outputs that are left out
-    groups = ["gone"] * 4 + [f"document {i // 3}" for i in range(36)]
-    prompts = [Prompt(str(i), "?", group=group) for i, group in enumerate(groups)]
-    (point,) = held_out_curve(tmp_path, PromptSet("", prompts, ids)).points
+    (point,) = held_out_curve(tmp_path).points
     assert (point.alpha.clusters, point.alpha.n) == (12, 36)
     assert point.alpha.mean == pytest.approx(13 / 30)
 
@@ -340,15 +389,13 @@ def test_of_drafts_of_several_steps_the_first_token_is_followed(
     assert run(recipe) == 0
     best = best_of(read_measurements(recipe.folder))
     # the number that decided, not that of the first tokens
-    rate = best.draft_acceptance_rate
     shown = capsys.readouterr().out
-    assert re.search(
-        rf"kept: .* step {best.step} of \d+, held-out acceptance rate {rate:.3f} of", shown
-    )
+    number = f"{best.tokens_per_step:.3f} tokens a step"
+    assert re.search(rf"kept: .* step {best.step} of \d+, held-out prompts {number}", shown)
     every = read_measurements(recipe.folder)
     so_far = [one for i, one in enumerate(every) if best_of(every[: i + 1]) is one]
     assert shown.count("the best so far") == len(so_far)
-    assert round(rate, 3) != round(best.acceptance_rate, 3)
+    assert best.tokens_per_step > 1 + best.acceptance_rate
     pair = check_models(recipe, *open_models(recipe))
     prompts = collect_prompts(recipe, pair.target)
     target = target_loader(recipe, pair, prompts)()

@@ -22,7 +22,7 @@ from distill.prompt_sets import (
     keep_prompts,
     training_prompts,
 )
-from distill.recipe import RECIPES
+from distill.recipe import RECIPES, RecipeError
 from eval.near_duplicates import CONTAINED, NEAR_DUPLICATE, NearDuplicates, drop_overlap, shingles
 from eval.prompts import Prompt, PromptError, load_prompts, split_task
 
@@ -502,3 +502,32 @@ def test_texts_that_share_an_instruction_are_compared_with_few_others():
         index.add(text)
     assert sum(compared) <= 300
     assert index.repeats(text)
+
+
+def test_three_in_ten_prompts_are_old_ones(chat, tmp_path):
+    rng = random.Random(9)
+    turns = [[{"role": "user", "content": text_of(rng, 12)}] for _ in range(9)]
+    (tmp_path / "old.jsonl").write_text("\n".join(json.dumps({"messages": t}) for t in turns))
+    prompts = collect_prompts(*chat(old_prompts=str(tmp_path / "old.jsonl")))
+    every = prompts.training.prompts + prompts.tuning.prompts
+    old = [prompt.messages for prompt in every if prompt.category == "old"]
+    assert (len(every), len(old)) == (14, 4)
+    assert all(messages in turns for messages in old)
+    with pytest.raises(RecipeError, match="old_prompts"):
+        chat(old_prompts="old.jsonl", answers="logged")
+
+
+@pytest.mark.parametrize(("draft", "held_out"), [("draft", 12), (None, 0)])
+def test_more_prompts_are_held_out_for_a_draft_that_was_trained(
+    job, folder, tmp_path, draft, held_out
+):
+    rng = random.Random(7)
+    rows = [{"prompt": text_of(rng, 12)} for _ in range(61)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipe = job(
+        tmp_path / "run",
+        draft=draft and str(folder / draft),
+        train_prompts=str(tmp_path / "train.jsonl"),
+    )
+    prompts = collect_prompts(recipe, Checkpoint.open(recipe.target))
+    assert len(prompts.held_out.prompts) == held_out

@@ -217,6 +217,9 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
         ({"drafter": "dflash"}, 1536, 6e-4),
         ({}, 8192, 5e-5),
         ({"draft": "org/draft"}, 4096, 5e-5),
+        ({"draft": "org/draft", "drafter": "eagle3"}, 1152, 1e-3 / 3),
+        ({"draft": "org/draft", "drafter": "dflash"}, 4096, 1e-5),
+        ({"drafter": "mtp"}, 576, 1e-3),
         ({"draft": "org/draft", "use_peft": True}, 896, 2e-4),
     ],
 )
@@ -225,7 +228,9 @@ def test_a_recipe_without_a_learning_rate_trains_at_that_of_its_draft(keys, widt
     keys |= {"use_cpu": True, "bf16": False}
     usual = training_config(build_recipe(keys), width=width)
     assert usual.learning_rate == pytest.approx(rate)  # trl's own is 2e-5
-    assert usual.warmup_steps == (60 if keys.get("drafter") == "eagle3" else 30)
+    trained = "draft" in keys or keys.get("drafter") == "mtp"
+    new = 60 if keys.get("drafter") == "eagle3" else 30
+    assert usual.warmup_steps == (0.1 if trained else new)
     given = training_config(build_recipe(keys | {"learning_rate": 0.1}), width=width)
     assert given.learning_rate == 0.1
 

@@ -20,11 +20,12 @@ from eval.decoding.target import tensor_sha256
 COMPACT = "draftsmith-compact/2"
 
 
-def check_compact(folder: Path, embedding: Tensor, dtype: torch.dtype) -> Mapping[str, Any]:
+def check_compact(folder: Path, embedding: Tensor | None, dtype: torch.dtype) -> Mapping[str, Any]:
     """The fields of compact.json, if the draft was made for the target with `embedding` [V, H].
 
-    dtype: the draft's. The embeddings are compared in it, because the target may be loaded in
-    another one. Raises UserError if they differ, and for another format.
+    embedding: None if it may be another one. dtype: the draft's. The embeddings are compared in it,
+    because the target may be loaded in another one. Raises UserError if they differ, and for
+    another format.
     """
     about: dict[str, Any] = read_json(folder / "compact.json")
     if about.get("format") != COMPACT:
@@ -32,6 +33,8 @@ def check_compact(folder: Path, embedding: Tensor, dtype: torch.dtype) -> Mappin
             f"{folder} has format {about.get('format')!r}, but this version reads {COMPACT!r}. "
             "Train the draft again."
         )
+    if embedding is None:
+        return about
     if about["embedding_sha256"] != (found := tensor_sha256(embedding.to(dtype))):
         made, here = (str(each).removeprefix("torch.") for each in (dtype, embedding.dtype))
         raise UserError(

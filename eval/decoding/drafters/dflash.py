@@ -222,19 +222,25 @@ def build_dflash(config: Any, rows: int) -> Any:
 
 
 def load_dflash(
-    folder: Path, embedding: Tensor, head: Tensor, target: PreTrainedConfig | None = None
+    folder: Path,
+    embedding: Tensor,
+    head: Tensor,
+    target: PreTrainedConfig | None = None,
+    tuned: bool = False,
 ) -> tuple[Any, Tensor | None]:
     """A folder's model on the target's embedding and head [V, H], and the target id of each head
     entry [K]; None for a head over all ids.
 
     `model.own_head` tells whether the folder has a head, `model.about` is its config.json. target:
-    the target's config, to check a published draft. Raises UserError if the draft was made for
-    another target or cannot be computed here.
+    the target's config, to check a published draft. tuned: see `load_eagle3`. Raises UserError if
+    the draft was made for another target or cannot be computed here.
     """
     about, tensors = read_json(folder / "config.json"), weights_of(folder, str(embedding.device))
-    refuse_other_embedding(folder, tensors.pop("embed_tokens.weight", None), embedding)
+    published = tensors.pop("embed_tokens.weight", None)
+    if not tuned:
+        refuse_other_embedding(folder, published, embedding)
     if target is None or (folder / "compact.json").is_file():
-        check_compact(folder, embedding, tensors["fc.weight"].dtype)
+        check_compact(folder, None if tuned else embedding, tensors["fc.weight"].dtype)
     else:
         FORMAT.check_config(folder, target)
     token_ids = read_token_ids(folder, tensors)

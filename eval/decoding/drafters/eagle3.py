@@ -215,24 +215,27 @@ def normed_states(norms: Any, states: Tensor) -> Tensor:
 
 
 def load_eagle3(
-    folder: Path, embedding: Tensor, target: PreTrainedConfig | None = None
+    folder: Path, embedding: Tensor, target: PreTrainedConfig | None = None, tuned: bool = False
 ) -> tuple[Any, Tensor]:
     """A folder's model on the target's embedding [V, H], and the target id of each head entry [K].
 
     `model.about` is its config.json, `model.first_layer` the first layer's name in its checkpoint,
     `model.own_embedding` whether that has an embedding. target: the target's config, to check a
-    published draft. Raises UserError if the draft was made for another target or cannot be computed
+    published draft. tuned: whether the target may have been fine-tuned since, so that its embedding
+    is another one. Raises UserError if the draft was made for another target or cannot be computed
     here.
     """
     about, tensors = read_json(folder / "config.json"), weights_of(folder, str(embedding.device))
     published = tensors.pop("embed_tokens.weight", None)
     if target is None or (folder / "compact.json").is_file():
-        compact = check_compact(folder, embedding, tensors["lm_head.weight"].dtype)
+        dtype = tensors["lm_head.weight"].dtype
+        compact = check_compact(folder, None if tuned else embedding, dtype)
         layers = compact["layers"]
     else:
         FORMAT.check_config(folder, target)
         layers = target_layers(target.to_dict(), about)
-        refuse_other_embedding(folder, published, embedding)
+        if not tuned:
+            refuse_other_embedding(folder, published, embedding)
     token_ids = read_token_ids(folder, tensors)
     if token_ids is None:
         token_ids = torch.arange(len(tensors["lm_head.weight"]), device=embedding.device)

@@ -116,8 +116,8 @@ def layer_tensors(folder: Path, config: PreTrainedConfig) -> dict[str, Tensor]:
     if len(layers) != 1:
         raise UserError(
             f"{folder} has {len(layers)} layers for multi-token prediction ({prefix_of(config)}), "
-            "but drafter mtp tunes exactly one. Fine-tuning drops it: copy it and its entries in "
-            "the index from the base model."
+            "but drafter mtp tunes exactly one. Fine-tuning may drop it: name the base model that "
+            "has it with draft."
         )
     return tensors
 

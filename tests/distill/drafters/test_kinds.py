@@ -137,9 +137,8 @@ def test_a_step_in_small_batches_is_that_of_a_large_one(finished, tmp_path, name
         keys = {"gradient_accumulation_steps": passes, "max_steps": 2, "save_strategy": "no"}
         other = dataclasses.replace(recipe, training=recipe.training | keys)
         prepared = prepare_draft(other, pair, load, answers)
-        draft = distil_draft(
-            other, pair, prepared, answers, Answers(store, []), Clock(folder, None)
-        )
+        outputs = answers, Answers(store, []), prompts.held_out
+        draft = distil_draft(other, pair, prepared, *outputs, Clock(folder, None))
         weights.append({name: w.detach() for name, w in draft.named_parameters()})
     before = prepare_draft(recipe, pair, load, answers).model.get_output_embeddings().weight
     assert not torch.equal(weights[0]["lm_head.weight"], before.float())

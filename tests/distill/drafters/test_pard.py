@@ -135,19 +135,18 @@ def test_a_held_out_text_says_how_many_of_all_drafted_tokens_are_accepted(tiny_l
         return torch.minimum(q, logits[goal].exp()).sum()
 
     with torch.no_grad():
-        accepted, tokens = torch.zeros(len(positions)), torch.ones(len(positions))
-        for number in range(len(positions)):
-            accepted[number] = agreed(0, number, number)
-        first, anchors, depths = accepted.clone(), *batch.plan[:2]
-        for at in (anchors >= 0).nonzero().tolist():
+        count = len(positions)
+        first = torch.stack([agreed(0, number, number) for number in range(count)])
+        anchors, depths = batch.plan[:2]
+        chains, tokens = [[rate] for rate in first], torch.ones(count)
+        for at in sorted((anchors >= 0).nonzero().tolist(), key=lambda at: int(depths[*at])):
             number, depth = int(anchors[*at]), int(depths[*at])
-            accepted[number + depth] += agreed(depth, number, number + depth)
+            chains[number].append(chains[number][-1] * agreed(depth, number, number + depth))
             tokens[number + depth] += 1
         give_loss_forward(model.eval(), KIND, forward_kl)
         found = model(**batch._asdict(), temperature=1.0)
     torch.testing.assert_close(found.accepted, first)
-    torch.testing.assert_close(found.draft_accepted, accepted)
-    assert torch.equal(found.draft_tokens, tokens)
+    torch.testing.assert_close(found.emitted, torch.stack([1 + sum(chain) for chain in chains]))
     assert (anchors >= 0).sum() > 10
     assert tokens.max() > 2
 

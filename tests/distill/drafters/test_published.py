@@ -13,6 +13,7 @@ from align.files import read_json
 from distill.models import open_models, with_published_kind
 from distill.train import run
 from eval.decoding.drafters import dflash, eagle3, medusa
+from eval.decoding.drafters.compact import weights_of
 from eval.decoding.forward import input_embedding
 from eval.reporting.fields import read_report
 from tests.dflash import save_published
@@ -218,3 +219,31 @@ def test_a_published_pard_draft_is_trained_as_one(job, finished, tmp_path):
     assert of_kind(job(tmp_path, draft=draft, drafter="pard")).kind_name == "pard"
     with pytest.raises(UserError, match="sibling"):
         of_kind(job(tmp_path, draft=draft, drafter="sibling"))
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter"), [("target", "eagle3"), ("mtp", "mtp"), ("hybrid", "mtp")]
+)
+def test_a_draft_is_rebuilt_for_its_target_after_a_fine_tune(
+    job, finished, folder, tmp_path, name, drafter
+):
+    """Of a target with MTP the fine-tune has dropped the layer, as transformers does."""
+    base = folder / name
+    model = Checkpoint.open(base).load(torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.02 * float(weight.std(correction=0)))
+    model.save_pretrained(tmp_path / "target")
+    for path in base.glob("token*"):
+        shutil.copy(path, tmp_path / "target")
+    draft = base if drafter == "mtp" else finished("eagle3").folder / "draft"
+    keys = {"target": str(tmp_path / "target"), "draft": str(draft), "drafter": drafter}
+    recipe = job(tmp_path / "run", **keys, max_steps=2, max_eval_prompts=2)
+    assert run(recipe) == 0
+    drafts = read_report(recipe.folder).drafts
+    assert drafts["untuned"].sha256 != drafts["tuned"].sha256
+    began, was = (weights_of(path, "cpu") for path in (recipe.folder / "prepared", draft))
+    same = began.keys() & was.keys()
+    assert len(same) > 5
+    for name in same:
+        torch.testing.assert_close(began[name], was[name])

@@ -147,7 +147,7 @@ def test_outputs_are_left_out_of_every_set_of_prompts(
     recipe = job(tmp_path / "run", **keys)
     assert run(recipe, measured=False) == 0
     held_out = collect_prompts(recipe, Checkpoint.open(recipe.target)).held_out
-    curve = held_out_curve(recipe.folder, held_out)
+    curve = held_out_curve(recipe.folder)
     assert (len(held_out.ids), {point.alpha.n for point in curve.points}) == (2, {1})
     used = read_json(recipe.folder / "answers.json")
     assert (used["count"], sum(used["left out"].values())) == (9, 5)
