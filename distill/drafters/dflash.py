@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 
 from align.checkpoint import Checkpoint
-from align.dflash_config import ARCHITECTURE, plain_config
+from align.dflash_config import ARCHITECTURE, SLIDING, plain_config
 from align.files import read_json
 from distill.drafters.attention import NO_TEXT, Attention, Marks, Rotary, rotated
 from distill.drafters.batch import (
@@ -92,6 +92,9 @@ class DFlash(DraftKind):
         }
         tensors["fc.weight"] = undivided(model)
         about = tuned_config(model.about, model.config, embedding, target)
+        if "sliding_window_non_causal" in about and SLIDING not in model.config.layer_types:
+            # else vLLM 0.32 makes layers without a window causal, which speculators does not
+            about["sliding_window_non_causal"] = True
         if draft.token_ids is not None:
             tensors |= target_id_maps(draft.token_ids, len(embedding))
         (folder / "config.json").write_text(json.dumps(about, indent=2))

@@ -217,6 +217,13 @@ def test_the_layout_of_speculators_is_read_like_z_labs(target, tmp_path):
     for name, tensor in plain.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name])
         assert torch.allclose(tensor, draft.state_dict()[name])
+    (tmp_path / "again").mkdir()
+    origin = Origin(target, None, [], 2, MOST, LAYERS, published=tmp_path / "draft")
+    KIND.save(tmp_path / "again", KIND.initialise(origin), embedding, "a target")
+    written = read_json(tmp_path / "again" / "config.json")
+    changed = {"dtype", "torch_dtype", "sliding_window_non_causal", "transformer_layer_config"}
+    assert {k: v for k, v in about.items() if k not in changed}.items() <= written.items()
+    assert written["sliding_window_non_causal"] is True  # which means the same there
 
 
 def test_activations_computed_twice_are_not_kept(draft, batch, kept_bytes):
