@@ -123,7 +123,8 @@ def check_accelerate(words):
     if "--recipe" not in arguments:
         arguments = ["--recipe", "code", *arguments]
     at = arguments.index("--recipe") + 1
-    if arguments[at] in ("NAME", "sql.yaml", "outputs/explain/recipe.yaml"):
+    own = "NAME", "sql.yaml", "outputs/sql/recipe.yaml", "outputs/explain/recipe.yaml"
+    if arguments[at] in own:
         arguments[at] = "code/pruned"
     load_recipe(arguments)
 

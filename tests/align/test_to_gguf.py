@@ -153,7 +153,6 @@ def test_a_file_tells_its_kind(checkpoint, tmp_path):
         write_gguf(Checkpoint.open(folder), tmp_path / "model.gguf", kind)
         assert Checkpoint.open(tmp_path / "model.gguf").gguf_kind == kind.upper()
     assert Checkpoint.open(folder).gguf_kind is None
-    assert Checkpoint.open("org/name").gguf_kind is None
 
 
 def test_the_tokenizer_is_the_same(checkpoint, tmp_path):

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from align.checkpoint import weights_sha256
 from align.errors import UserError
 from distill.evaluation import loss
 from distill.train import main, run
-from eval.decoding.target import weights_sha256
 from eval.engines.local_vllm import VLLM_PYTHON
 from eval.measuring.journal import JOURNAL
 from eval.measuring.metrics import PromptSums

@@ -395,7 +395,7 @@ def test_of_drafts_of_several_steps_the_first_token_is_followed(
     every = read_measurements(recipe.folder)
     so_far = [one for i, one in enumerate(every) if best_of(every[: i + 1]) is one]
     assert shown.count("the best so far") == len(so_far)
-    assert best.tokens_per_step > 1 + best.acceptance_rate
+    assert best.tokens_per_step >= 1 + best.acceptance_rate
     pair = check_models(recipe, *open_models(recipe))
     prompts = collect_prompts(recipe, pair.target)
     target = target_loader(recipe, pair, prompts)()

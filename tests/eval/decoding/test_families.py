@@ -17,7 +17,7 @@ from eval.decoding.transformers_forward import TransformersDecoder
 from tests.eval.decoding.replayed import Replayed
 
 PAGE = Path(__file__).parents[3] / "docs/drafters.md"
-TABLE = re.compile(r"^\| decoder \|.*\n(?:\|.*\n)*", re.MULTILINE)
+TABLE = re.compile(r"^\| decoder \|.*\n(?:\|.*\n)*\n(?:\|.*\n)*", re.MULTILINE)
 VOCAB, CONTEXT, WINDOW = 53, 48, 8
 SHAPE = {
     "vocab_size": VOCAB,
@@ -305,10 +305,17 @@ def table():
         name, *rest = described(family)
         groups.setdefault(tuple(rest), []).append(f"`{name}`")
     order = sorted(groups, key=lambda group: (group[0] != "fused", group))
-    rows = "".join(f"| {' | '.join(group)} | {', '.join(groups[group])} |\n" for group in order)
-    return f"""| decoder | attention beside full one; reason of a refusal | `model_type` |
+    taken = [group for group in order if group[0] != "refused"]
+    rows = "".join(f"| {' | '.join(group)} | {', '.join(groups[group])} |\n" for group in taken)
+    refused = "".join(
+        f"| {', '.join(groups[group])} | {group[1]} |\n" for group in order if group not in taken
+    )
+    return f"""| decoder | attention besides full attention | `model_type` |
 | --- | --- | --- |
-{rows}"""
+{rows}
+| refused | because |
+| --- | --- |
+{refused}"""
 
 
 def test_the_table_of_families_is_up_to_date():

@@ -101,7 +101,7 @@ def test_what_a_request_of_a_measured_server_says(fake, chat):
     assert (body["max_tokens"], body["seed"]) == (20, seed_of(5, "b"))
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_p")
     assert [body[name] for name in penalties] == [1, 0, 0, 0]
-    assert "ignore_eos" not in body
+    assert body["ignore_eos"] is False
     assert (response.run.tokens, response.prompt_ids) == (TEXT, [1, 2, 3])
     assert response.counters == (7, 21, 14, [7, 7, 0])
 

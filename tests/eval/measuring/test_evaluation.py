@@ -112,7 +112,8 @@ def clock(monkeypatch):
 @pytest.fixture
 def evaluated(key, letters, journal, clock):
     """Evaluates so many prompts in so many seconds; the report."""
-    target = dataclasses.replace(key.target, tokenizer=letters(VOCAB))
+    target = key.target
+    target.checkpoint.tokenizer = letters(VOCAB)
 
     def make(drafter, count, seconds, tuning=None, how=HOW, timed=None, groups=None):
         names = [str(i % groups) if groups else None for i in range(count)]
@@ -184,7 +185,8 @@ def test_an_added_draft_or_length_costs_only_itself(
     key, drafter, tiny_llama, letters, journal, monkeypatch, temperature
 ):
     """The evaluation ended early, in its last stage. Then a draft or a length is tried beside."""
-    target = dataclasses.replace(key.target, tokenizer=letters(VOCAB))
+    target = key.target
+    target.checkpoint.tokenizer = letters(VOCAB)
     how = dataclasses.replace(HOW, sampling=Sampling(temperature))
     prompts = PromptSet("", [Prompt(str(i), prompt="x") for i in range(6)], [[i] for i in range(6)])
     tuning = PromptSet("", [Prompt("t", prompt="x")], [[7, 8]])
