@@ -140,7 +140,7 @@ def test_a_draft_that_evaluation_prompts_show_to_be_worse_is_not_saved(
     assert run(recipe) == 0
     report = read_report(recipe.folder)
     assert report.drafts["tuned"].alpha.mean == report.drafts["untuned"].alpha.mean == 1.0
-    assert report.drafts["tuned"].sha256 == weights_sha256(str(recipe.folder / "draft"))
+    assert report.drafts["tuned"].sha256 == weights_sha256(recipe.folder / "draft")
     assert [name for name in report.drafts if name.startswith("tuned")] == ["tuned"]
     assert report.base_kept in capsys.readouterr().out
     assert report.base_kept in (recipe.folder / "draft" / "README.md").read_text()
