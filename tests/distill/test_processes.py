@@ -182,8 +182,8 @@ def test_two_processes_make_the_draft_of_one_though_either_is_killed(
 
 
 @pytest.mark.real
-def test_unlike_machines_compute_in_the_dtype_of_the_first(tmp_path):
-    keys = {"target": "unused", "train_prompts": "unused", "eval_prompts": "unused"}
+def test_unlike_machines_compute_in_the_dtype_of_the_first(folder, tmp_path):
+    keys = {"target": str(folder / "target"), "train_prompts": "unused", "eval_prompts": "unused"}
     keys |= {"output_dir": str(tmp_path / "run"), "use_cpu": True}
     (tmp_path / "recipe.yaml").write_text(json.dumps(keys))
     ranks = run_ranks(tmp_path, 2, training.meet, tmp_path / "recipe.yaml")

@@ -53,7 +53,7 @@ def test_the_tokenizer_survives_the_conversion(folder):
 def test_the_second_load_is_offline(folder, tmp_path):
     script = """
 import sys, torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from align.checkpoint import Checkpoint
 sys.executable = "/nonexistent"  # no pip
 assert len(Checkpoint.open(sys.argv[1]).tokenizer) == 49152
 Checkpoint.open(sys.argv[1]).load(torch.bfloat16)
