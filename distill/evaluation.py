@@ -177,8 +177,8 @@ def loss(report: Report, followed: bool) -> str | None:
     """Why a base draft that was trained before is to be kept; None if the distilled draft is.
 
     The tokens a step of the two are compared, prompt by prompt, at the shorter of their draft
-    lengths. A loss is one reason. The other one is no gain, if the training was not `followed` on
-    held-out prompts. Fewer prompts than an interval needs show neither.
+    lengths. A loss is one reason. The other is that a gain is not shown, if the training was not
+    `followed` on held-out prompts. Fewer prompts than an interval needs show neither.
     """
     if "untuned" not in report.drafts:
         return None

@@ -4,7 +4,7 @@ A speculation step has two passes of the target. The first reads the newest toke
 uniformly random tokens. The newest token is computed by the target's own weights, so that the first
 token of a draft is the target's own choice and its keys and values stay valid; the random tokens
 are computed by the LoRA, too, and draft the tokens after it. The second pass is the verification,
-which overwrites the keys and values of the random tokens. So there is no second cache.
+which overwrites the keys and values of the random tokens. So one cache is enough.
 
 The folder is PEFT's, as SGLang loads it (0.5.23, `--uno-lora-path`), with compact.json and the
 target's config.json, in which `uno_tokens` is the longest draft. Legend: B rows, T positions, R

@@ -227,7 +227,7 @@ def test_a_published_pard_draft_is_trained_as_one(job, finished, tmp_path):
 def test_a_draft_is_rebuilt_for_its_target_after_a_fine_tune(
     job, finished, folder, tmp_path, name, drafter
 ):
-    """Of a target with MTP the fine-tune has dropped the layer, as transformers does."""
+    """The fine-tune of a target with MTP has dropped the layer, as transformers does."""
     base = folder / name
     model = Checkpoint.open(base).load(torch.float32)
     with torch.no_grad():
