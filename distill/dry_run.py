@@ -34,6 +34,7 @@ from distill.recipe import Recipe
 from distill.teacher.answers import AnsweringTarget, to_answer
 from distill.teacher.started_vllm import answering_target
 from distill.teacher.store import Answers, bytes_per_token
+from eval.decoding.generation import SHORT
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
 from eval.engines.forecast import forecast_gains, print_gains
@@ -162,7 +163,8 @@ def print_memory(
     )
     heads = getattr(target, "num_key_value_heads", None) or target.num_attention_heads
     kv = 2 * size * target.num_hidden_layers * heads * head_size
-    tokens = recipe.answer_batch_size * (longest + recipe.answer_max_new_tokens)
+    new = recipe.answer_max_new_tokens
+    tokens = max(recipe.answer_batch_size * (min(longest, SHORT) + new), longest + new)
     shards = PartialState().num_processes if parse_flag_from_env("ACCELERATE_USE_FSDP") else 1
     spread = torch.cuda.device_count() if recipe.device_map == "auto" else 1
     frozen = recipe.use_peft or recipe.kind.adapter
@@ -174,7 +176,6 @@ def print_memory(
             stages["answering"] = (held + tokens * kv) // spread
     name = max(stages, key=lambda stage: stages[stage])
     needed = round(BESIDE * stages[name]) + RUNTIME
-    new = recipe.answer_max_new_tokens
     fitted = asked[: math.ceil(recipe.fit_tokens / new)]
     disk = cache_bytes(recipe, pair, asked, new) + CHECKPOINT * draft
     disk += state_bytes(pair, pair.fit_layers, sum(map(len, fitted)) + len(fitted) * new)

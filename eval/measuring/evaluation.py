@@ -42,13 +42,14 @@ from eval.measuring.timing import (
 from eval.prompts import Prompt, PromptSet
 
 # Shares of the time at which stages end.
-OUTPUTS, LENGTHS, ACCEPTANCE, STOCK, TIMED, CHECKED = 0.11, 0.22, 0.3, 0.33, 0.95, 1.0
+OUTPUTS, STEPS, LENGTHS, ACCEPTANCE, STOCK, TIMED, CHECKED = 0.11, 0.14, 0.22, 0.3, 0.33, 0.95, 1.0
 # Until then prompts are timed if an interval needs them: about a tenth of a run's minutes, because
 # an evaluation has a third of them.
 LATEST = 1.3
 WANTED = 24  # prompts or groups, whose interval of the speed-up is narrower than 8%
 # What stages measure even if the time is over.
-FEWEST_OUTPUTS, ROUNDS, FEWEST_TUNED, FEWEST_TIMED = 12, 8, 8, 2
+FEWEST_OUTPUTS, FEWEST_ROUNDS, FEWEST_TUNED, FEWEST_TIMED = 12, 8, 8, 2
+ROUNDS = 32  # medians of 8 rounds on a busy CPU choose the wrong draft length once in ten times
 PROBED_TOKENS = 256  # tokens of a prompt whose logits identify the models
 
 
@@ -135,8 +136,10 @@ def evaluate(
     longest = max(plan.max_draft_length, plan.draft_length or 0)
     timer = StepTimer(target.decoder, [*drafters.values()], context, longest, decoding)
     models = ", ".join(labels.values())
+    stage = f"steps of {models}"
+    enough = until(STEPS, "", FEWEST_ROUNDS)
     rounds: list[Round] = journal.each(
-        f"steps of {models}", range(ROUNDS), lambda *_: timer.round(), dict, "round"
+        stage, range(ROUNDS), lambda *_: timer.round(), dict, "round", enough
     )
 
     # 3. The draft length of each draft, on the tuning prompts.
@@ -146,7 +149,7 @@ def evaluate(
     ):
         length, policy = plan.draft_length, "fixed"
         if length is None:
-            share = OUTPUTS + (LENGTHS - OUTPUTS) * number / len(drafters)
+            share = STEPS + (LENGTHS - STEPS) * number / len(drafters)
             enough = until(share, "", FEWEST_TUNED)
             given = target, drafter, tuning, decoding, draft_costs, longest, enough
             length, prompts = journal.once(

@@ -130,7 +130,7 @@ def evaluated(key, letters, journal, clock):
 
 @pytest.mark.parametrize(
     ("seconds", "answered", "timed"),
-    [(None, 40, 40), (120.0, 16, 16), (50.0, 12, 12), (40.0, 12, 9), (0.0, 12, 2)],
+    [(None, 40, 40), (168.0, 16, 16), (58.0, 12, 12), (50.0, 12, 10), (0.0, 12, 2)],
 )
 def test_all_stages_keep_the_time(
     key, drafter, evaluated, clock, monkeypatch, seconds, answered, timed
