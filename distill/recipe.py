@@ -56,7 +56,7 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _key(text: str, default: Any = dataclasses.MISSING) -> Any:
-    """A key with its help text, which `--help` prints and docs/recipes.md repeats."""
+    """A key with its help text, which `--help` prints."""
     return field(default=default, metadata={"help": text})
 
 
@@ -372,7 +372,7 @@ def _type_of(key: str) -> TypeAdapter[Any]:
         near = difflib.get_close_matches(key.replace("-", "_"), _types(), n=1)
         if key in ("per_device_train_batch_size", "group_by_length"):  # as in transformers
             near = ["tokens_per_step"]
-        hint = f"Did you mean {near[0]!r}?" if near else "docs/recipes.md lists all keys."
+        hint = f"Did you mean {near[0]!r}?" if near else "--help lists all keys."
         raise RecipeError(f"Unknown key {key!r}. {hint}")
     return _types()[key]
 

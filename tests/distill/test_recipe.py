@@ -26,7 +26,6 @@ from distill.recipe import (
 from distill.training_config import training_config
 
 ALL = sorted(p for p in RECIPES.rglob("*.yaml") if p.parent != RECIPES / "accelerate")
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
 SHORT = "target: org/target\ntrain_prompts: train.jsonl\neval_prompts: eval.jsonl\n"
 
 
@@ -159,8 +158,8 @@ def test_a_line_separator_of_unicode_survives_the_dump(end, tmp_path):
         (["--recipe", "accelerate/cpu"], "accelerate/cpu"),
         (["--recipe", "code", "--lerning_rate", "1"], "'learning_rate'"),
         (["--recipe", "code", "--learning-rate", "1"], "'learning_rate'"),
-        (["--recipe", "code", "--qqqqqq", "8"], "docs/recipes.md"),
-        (["--recipe", "code", "--push_to_hub", "8"], "docs/recipes.md"),  # the run decides it
+        (["--recipe", "code", "--qqqqqq", "8"], "--help"),
+        (["--recipe", "code", "--push_to_hub", "8"], "--help"),  # the run decides it
     ],
 )
 def test_mistakes_on_the_command_line_name_the_remedy(arguments, named):
@@ -267,22 +266,15 @@ def test_the_fields_that_may_be_set_exist_and_are_not_ours():
     assert not set(OWN) & set(TRAINING)
 
 
-def test_every_key_is_explained_in_help_and_docs(capsys):
+def test_every_key_is_explained_in_help(capsys):
     with pytest.raises(SystemExit):
         load_recipe(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    written = DOCS.read_text(encoding="utf-8")
     needed = {"target", "train_prompts", "eval_prompts"}
     for key, own in OWN.items():
-        text = own.metadata["help"]
         default = "required" if key in needed else yaml_text(own.default)
-        assert f"({default}) {text}" in shown
-        cell = "required" if key in needed else f"`{default}`"
-        assert f"- `{key}` ({cell}): {text}\n" in written
-    documented = re.findall(r"^- `(\w+)` \((?:required|`)", written, flags=re.MULTILINE)
-    assert documented == [*OWN]
-    fields = written.partition("## Fields of transformers.TrainingArguments")[2].partition(".\n")[0]
-    assert re.findall(r"`(\w+)`", fields) == [*TRAINING]
+        assert f"({default}) {own.metadata['help']}" in shown
+    assert ", ".join(TRAINING) in shown
 
 
 @pytest.mark.parametrize(
