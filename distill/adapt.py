@@ -468,8 +468,7 @@ def gated(
     for part, report in reported.items():
         report.provenance["removed"] = str(run)  # so no command may name it
         for draft in report.drafts.values():
-            if draft.atlas:  # its outputs are those of users, and the reports are kept
-                draft.atlas.heat_map = []
+            draft.heat_map = None  # outputs of users; the reports are kept
         write_report(reports / part / "report", report)
     status, reason = judged(on_recent, reported.get("earlier"), args.margin)
     if status != PUBLISHED:

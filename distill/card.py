@@ -22,8 +22,8 @@ from eval.engines.local_vllm import speculation
 from eval.engines.server import ServerError
 from eval.reporting.fields import REFERENCE, Report, name_and_length
 from eval.reporting.recommendation import Schedule, recommended, scheduled
-from eval.reporting.tables import load_table, result_table
-from eval.reporting.text import grid, plain
+from eval.reporting.tables import Table, load_table, result_table
+from eval.reporting.text import plain
 from eval.reporting.verdict import label, measured_in, top
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
@@ -157,8 +157,15 @@ def _results(report: Report) -> str:
         f"Measured in {measured_in(report)} on {hardware}, temperature {decoding.temperature:g}, "
         f"up to {decoding.max_new_tokens} new tokens. Output check: {lines.output}."
     )
-    tables = [*grid(result_table(report)), *(grid(loads) if loads.rows else ())]
+    tables = [*_grid(result_table(report)), *(_grid(loads) if loads.rows else ())]
     return "\n\n".join([f"**{plain(lines.verdict)}**", setting, *tables])
+
+
+def _grid(table: Table) -> list[str]:
+    """The title, the rows and the note of a table, as Markdown."""
+    lines = [table.header, ["---"] * len(table.header), *table.rows]
+    rows = "\n".join(f"| {' | '.join(map(plain, line))} |" for line in lines)
+    return [f"## {table.title}", rows, *filter(None, [table.note])]
 
 
 # --- Names that reveal nothing about the machine

@@ -49,7 +49,7 @@ from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target, load_target
 from eval.decoding.verification import SampleMethod, Sampling
-from eval.engines.comparison import Task
+from eval.engines.contender import Task
 from eval.engines.engine_server import EngineServer, Servers
 from eval.engines.forecast import forecast_gains, print_gains
 from eval.engines.llama_cpp import LlamaServers

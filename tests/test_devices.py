@@ -46,7 +46,7 @@ from eval.decoding.generation import Kept, generate_batched
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import Target, device_count
 from eval.decoding.verification import Sampling, agreement, argmax, warp
-from eval.measuring.agreement import entropy_bits, teacher_forced_logits
+from eval.measuring.agreement import teacher_forced_logits
 from eval.measuring.environment import environment
 from eval.measuring.timing import fastest_length, step_costs
 from eval.prompts import Prompt, PromptSet
@@ -308,7 +308,6 @@ def measuring():
         q = drafter.teacher_forced([1, 2, 3], [4], sampling, {})
         assert agreement(warp(logits[0, :1], sampling), q).device.type == "gpu"
         argmax(q).where(q.amax(-1) > 0, -1)
-        entropy_bits(logits)
     drafter.step(20, Sampling())()
 
 

@@ -21,7 +21,7 @@ from align.checkpoint import Checkpoint
 from eval.decoding.build import longest_context
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import SampleMethod
-from eval.engines.comparison import Engine, Output, PromptOutputs
+from eval.engines.contender import Engine, Output, PromptOutputs
 from eval.engines.counters import NAMES, Series, between, read_series
 from eval.engines.divergences import Judge, Logprobs, explain
 from eval.engines.server import AT_ONCE, Server, ServerError, passing

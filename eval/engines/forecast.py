@@ -22,9 +22,8 @@ from tqdm import tqdm
 
 from align.checkpoint import Checkpoint
 from eval.decoding.loop import Decoding
-from eval.engines.comparison import WARM_UP
 from eval.engines.engine_server import EngineServer, Servers
-from eval.engines.load import Pass, TimedPass, timed_pass
+from eval.engines.load import WARM_UP, Pass, TimedPass, timed_pass
 from eval.engines.served import PATIENCE, machine_of
 from eval.engines.server import ServerError
 from eval.measuring.cost import StepCosts, break_even_length, expected_speedup

@@ -27,7 +27,7 @@ from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import SampleMethod
-from eval.engines.comparison import Output
+from eval.engines.contender import Output
 from eval.engines.divergences import TOP, Logprobs
 from eval.engines.engine_server import EngineServer, Servers, option
 from eval.engines.process import served_here

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import cycle, pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from eval.measuring.runs import Speculation
 from eval.prompts import Prompt
 from eval.reporting.fields import Load
 
+WARM_UP = 16  # tokens of outputs that are not timed
 PASSES = 2  # of each load: servers that run one at a time do one of them early and one late
 BATCHES = FEWEST_CLUSTERS // PASSES  # of requests that count, in a pass
 AT_RATE = 4  # fewest requests of a batch at a rate
@@ -204,6 +206,12 @@ def timed_pass(server: Any, asked: Pass, decoding: Decoding) -> TimedPass:
     told = [each for each in counts if each]  # with the outputs; else the server's counters grew
     counters = Speculation.sum(told) if told else between(before, server.counters())
     return TimedPass(asked, [*requests], counters, window)
+
+
+def warm_up(server: Any, asked: Pass, decoding: Decoding) -> None:
+    """A short batch, because a GPU's first batches compile kernels."""
+    batch = asked._replace(load=Load(concurrency=asked.edge), prompts=asked.prompts[: asked.edge])
+    timed_pass(server, batch, replace(decoding, max_new_tokens=WARM_UP))
 
 
 def _at_rate(

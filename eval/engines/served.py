@@ -24,20 +24,14 @@ import torch
 from align.checkpoint import Checkpoint
 from align.errors import UserError, masked_arguments
 from eval.decoding.drafters import LOOKUP
-from eval.engines.comparison import (
-    WARM_UP,
-    Comparison,
-    Contender,
-    Output,
-    Task,
-    runs_already,
-    take_turns,
-    there_and_back,
-)
+from eval.engines.comparison import Comparison
+from eval.engines.contender import Contender, Output, Task, runs_already
 from eval.engines.engine_server import EngineServer, Servers
 from eval.engines.llama_cpp import LlamaServer
+from eval.engines.load import WARM_UP
 from eval.engines.server import PATIENT, Server, ServerError
 from eval.engines.sglang import SglangServer
+from eval.engines.visits import take_turns, there_and_back
 from eval.engines.vllm import VllmServer
 from eval.measuring.environment import environment
 from eval.measuring.evaluation import context_length

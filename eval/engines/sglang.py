@@ -15,7 +15,7 @@ import numpy as np
 
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.prompt_run import PromptRun
-from eval.engines.comparison import Output
+from eval.engines.contender import Output
 from eval.engines.divergences import TOP, Logprobs
 from eval.engines.engine_server import EngineServer
 from eval.engines.server import UNPENALISED, ServerError, passing

@@ -30,15 +30,9 @@ from align.transplant import resized
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.target import device_count, model_bytes
-from eval.engines.comparison import (
-    Comparison,
-    Contender,
-    Output,
-    PromptOutputs,
-    Task,
-    runs_already,
-    take_turns,
-)
+from eval.engines.comparison import Comparison
+from eval.engines.contender import Contender, Output, PromptOutputs, Task, runs_already
+from eval.engines.visits import take_turns
 from eval.measuring.environment import environment
 from eval.measuring.evaluation import device_name
 from eval.measuring.losslessness import DIVERGES_IN_FP32, tie

@@ -5,12 +5,10 @@ Legend: V the target's vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from align.errors import UserError
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
@@ -55,10 +53,9 @@ def measure_agreement(
     decoding: Decoding,
     journal: Journal,
     enough: Enough = all_of_them,
-) -> tuple[dict[str, list[Agreement]], list[list[float]]]:
-    """The acceptance rates by draft's name [prompts], from one target pass, and the entropies.
+) -> dict[str, list[Agreement]]:
+    """The acceptance rates by draft's name [prompts], from one target pass.
 
-    Entropies: bits of the target's distribution at temperature 1 [prompts][positions].
     Raises UserError if the target's logits are NaN or infinite.
     """
     layers = {layer for drafter in drafters.values() for layer in drafter.layers}
@@ -67,7 +64,6 @@ def measure_agreement(
         prompt, ids, text = row
         about = prompt.id, prompt.category, 0.0, len(text)
         agreements = [Agreement(*about, [], [], prompt.group, len(ids)) for _ in drafters]
-        entropies: list[float] = []
         # A piece is read as the output to all text before it, because the logits of a long output
         # would fill the memory.
         for start in range(0, len(text), PIECE):
@@ -75,14 +71,12 @@ def measure_agreement(
             states: HiddenStates = dict.fromkeys(layers)
             read = [*before, *piece[:-1]]
             scores = teacher_forced_logits(target.decoder, read, len(before), states)
-            bits = entropy_bits(scores)[0]
-            if not bits.isfinite().all():
+            if not scores.float().logsumexp(-1).isfinite().all():
                 raise UserError(
                     f"{target.checkpoint.spec} computes NaN or infinite logits in its output for "
                     f"prompt {prompt.id}: its weights are damaged, or too large for float16. Fetch "
                     "the checkpoint again, or use --dtype bfloat16 or float32."
                 )
-            entropies += bits.tolist()
             p = warp(scores[0], decoding.sampling)
             for number, drafter in enumerate(drafters.values()):
                 if number not in without:
@@ -97,18 +91,11 @@ def measure_agreement(
                 agreements[number].alpha_sum += float(rates.sum())
                 agreements[number].values += rates.tolist()
                 agreements[number].guesses += guesses.where(drafted, -1).tolist()
-        return [[*agreements, entropies][number] for number in without]
+        return [agreements[number] for number in without]
 
     rows = list(zip(prompts.prompts, prompts.ids, texts, strict=True))
-    stages = [*(f"acceptance rate of {name}" for name in drafters), "entropy"]
-    *rates, bits = journal.together(stages, rows, measure, lambda row: row, "prompt", enough)
-    by_draft = [[Agreement(**fields) for fields in each] for each in rates]
-    return dict(zip(drafters, by_draft, strict=True)), bits
-
-
-def entropy_bits(logits: Tensor) -> Tensor:
-    """Entropy in bits of softmax(logits) over [..., V]."""
-    # finite, because 0 * -inf is nan; a masked token adds 0
-    scores = logits.float().clamp_min(torch.finfo(torch.float32).min)
-    mean = torch.linalg.vecdot(scores.softmax(-1), scores)
-    return ((scores.logsumexp(-1) - mean) / math.log(2)).clamp_min(0)
+    stages = [f"acceptance rate of {name}" for name in drafters]
+    rates = journal.together(
+        stages, rows, measure, lambda fields: Agreement(**fields), "prompt", enough
+    )
+    return dict(zip(drafters, rates, strict=True))

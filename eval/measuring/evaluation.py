@@ -164,9 +164,11 @@ def evaluate(
     # 4. Acceptance rates, and the baseline compared with transformers' `generate`.
     enough = until(ACCEPTANCE, "stock generate", fewest)
     labelled = {labels[name]: drafter for name, drafter in drafters.items()}
-    rates, bits = measure_agreement(target, labelled, drawn, texts, decoding, journal, enough)
+    rates = measure_agreement(target, labelled, drawn, texts, decoding, journal, enough)
     # in the order of the evaluation prompts again
-    evaluation = evaluation.of_ids({prompt.id for prompt in drawn.prompts[: len(bits)]})
+    evaluation = evaluation.of_ids(
+        {prompt.id for prompt in drawn.prompts[: len(next(iter(rates.values())))]}
+    )
     numbers = {prompt.id: number for number, prompt in enumerate(drawn.prompts)}
     order = [numbers[prompt.id] for prompt in evaluation.prompts]
     timed = evaluation.drawn(plan.speed_prompts, seed)
@@ -259,7 +261,7 @@ def evaluate(
         },
         over_stock_generate=measure("over_stock_generate", stock, metrics.speedup_of),
         answers=[
-            TargetOutput(prompt.id, ids, texts[number], bits[number], prompt.group)
+            TargetOutput(prompt.id, ids, texts[number], prompt.group)
             for prompt, ids, number in zip(evaluation.prompts, evaluation.ids, order, strict=True)
         ],
         spell=spell,

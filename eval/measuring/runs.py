@@ -37,14 +37,12 @@ class Speculation(NamedTuple):
 class TargetOutput:
     """An output of the target, on which the acceptance rates of all drafts are measured.
 
-    prompt, tokens: token ids. entropy: bits of the target's distribution at temperature 1, by
-    token.
+    prompt, tokens: token ids.
     """
 
     prompt_id: str
     prompt: list[int]
     tokens: list[int]
-    entropy: list[float]
     group: str | None = None
 
 
@@ -70,7 +68,7 @@ class Agreement:
 AT_LONGEST = "fixed at the longest of this draft"
 # Fields of a draft's report that only the reference decoder can measure, and why others cannot.
 REFERENCE_ONLY = {
-    **dict.fromkeys(("alpha", "atlas"), "not measured in an engine; use --engine torch"),
+    "alpha": "not measured in an engine; use --engine torch",
     **dict.fromkeys(
         ("costs", "c", "verify_ratio", "predicted_speedup", "decode_efficiency", "payoff"),
         "single steps are not timed in an engine; use --engine torch",

@@ -9,9 +9,9 @@ from typing import Any
 from align.checkpoint import weights_sha256
 from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
 from eval.measuring import metrics
-from eval.measuring.atlas import build_atlas, telling_prompts
 from eval.measuring.copy_share import described
 from eval.measuring.cost import Payoff, StepCosts, payoff
+from eval.measuring.heat_map import heat_maps, telling_prompts
 from eval.measuring.intervals import Both, NothingToMeasure
 from eval.measuring.metrics import PromptSums, measured, prompt_table
 from eval.measuring.runs import DraftLog, RunLog
@@ -145,7 +145,7 @@ def _numbers(
     if (agreement := log.agreement) is not None:
         numbers |= {
             "alpha": lambda: measured(metrics.ACCEPTANCE_RATE, table),
-            "atlas": lambda: build_atlas(agreement, run, shown),
+            "heat_map": lambda: heat_maps(agreement, run, shown),
         }
     if (costs := log.costs) is not None:
         numbers |= {

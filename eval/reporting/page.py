@@ -12,7 +12,6 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from eval.measuring.atlas import Bucket
 from eval.reporting.fields import ONE_AT_A_TIME, DraftReport, Report
 from eval.reporting.tables import (
     DEFINITIONS,
@@ -30,14 +29,12 @@ from eval.reporting.warnings import find_warnings
 COLOURS = 5  # --s0 … --s4 of page.css; the distilled draft takes the first
 WIDTH, HEIGHT = 480, 240  # of a chart, in SVG units
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 12, 42  # margins around its plot
+# fields of the report that are shown as they are
+SETTING = {"engine", "device", "dtype", "decoding", "prompts", "answers", "environment", "starts"}
+SETTING |= {"provenance"}
 SHORT = 28  # most characters of a cell that stays on one line; longer ones are sentences or hashes
 
 Drafts = dict[str, DraftReport]  # by shown name
-
-
-def bounds(bucket: Bucket) -> str:
-    """`9-16` for positions (with both ends), `0.5-1` or `≥ 4` for bits (without the upper end)."""
-    return f"≥ {bucket.low:g}" if bucket.high is None else f"{bucket.low:g}-{bucket.high:g}"
 
 
 def height(share: float) -> float:
@@ -45,35 +42,14 @@ def height(share: float) -> float:
     return round(HEIGHT - BOTTOM - min(share, 1) * (HEIGHT - TOP - BOTTOM), 1)
 
 
-def acceptance_charts(drafts: Drafts) -> list[dict[str, Any]]:
-    """The bar charts: by position in the draft, position in the output, and target's entropy."""
-    positions = {name: d.per_position for name, d in drafts.items() if d.per_position}
-    charts: list[dict[str, Any]] = [
-        {
-            "title": "Acceptance by position in the draft",
-            "note": "Share of all drafts whose tokens up to this one were accepted.",
-            "x_label": "position in the draft",
-            "labels": range(1, max(map(len, positions.values()), default=0) + 1),
-            "bars": {name: [entry.marginal for entry in each] for name, each in positions.items()},
-        }
-    ]
-    for key, title, x_label in (
-        ("by_output_position", "Acceptance rate by position in the output", "output token"),
-        ("by_entropy", "Acceptance rate by the target's entropy", "bits at temperature 1"),
-    ):
-        buckets = {name: getattr(d.atlas, key) for name, d in drafts.items() if d.atlas}
-        # all drafts are measured on the same outputs, so their buckets are the same
-        first: list[Bucket] = next(iter(buckets.values()), [])
-        charts.append(
-            {
-                "title": title,
-                "note": f"Tokens: {', '.join(f'{b.positions:,}' for b in first)}.",
-                "x_label": x_label,
-                "labels": [bounds(bucket) for bucket in first],
-                "bars": {name: [b.alpha for b in each] for name, each in buckets.items()},
-            }
-        )
-    return [chart for chart in charts if chart["bars"]]
+def acceptance_chart(drafts: Drafts) -> dict[str, Any]:
+    """The bar chart of the acceptance by position in the draft; without bars if not measured."""
+    bars = {
+        name: [entry.marginal for entry in draft.per_position]
+        for name, draft in drafts.items()
+        if draft.per_position
+    }
+    return {"labels": range(1, max(map(len, bars.values()), default=0) + 1), "bars": bars}
 
 
 def waterfall(draft: DraftReport) -> list[tuple[str, float | None, float]]:
@@ -135,6 +111,8 @@ def render_page(report: Report) -> str:
     drafts = report.drafts.values()
     ties = any(each.lossless.divergences for each in drafts)
     first = top(report)
+    fields = report.model_dump(mode="json", include=SETTING)
+    setting = {"target": report.target_named} | fields
     values = [value for rows in first.speedups.values() for _, value in rows]
     ends = [(value.ci95 or (0.0, value.mean))[1] for value in values]
     page = (
@@ -157,12 +135,12 @@ def render_page(report: Report) -> str:
             loads=load_table(report),
             results=result_table(report),
             gains=gain_table(report),
-            charts=acceptance_charts({label(each): report.drafts[each] for each in names}),
-            atlas=draft.atlas,
+            chart=acceptance_chart({label(each): report.drafts[each] for each in names}),
+            heat_map=draft.heat_map,
             details=details(report),
             missing=list(missing_lines(report)),
             definitions=DEFINITIONS,
-            provenance=json.dumps(report.provenance, indent=2, ensure_ascii=False),
+            setting=json.dumps(setting, indent=2, ensure_ascii=False),
         )
     )
     return page.lstrip() + "\n"

@@ -1,8 +1,7 @@
-"""The tables of a report, as text. Tokens in cells are in backquotes."""
+"""The tables of a report, as text."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -11,47 +10,20 @@ from typing import Any
 from pydantic import BaseModel
 
 from align.errors import abridged
-from eval.measuring.copy_share import TargetOutputs
 from eval.measuring.intervals import FEWEST_CLUSTERS, Both, Measured
 from eval.measuring.metrics import Percentiles
 from eval.reporting.fields import REFERENCE, DraftReport, HeldOutCurve, Report
 from eval.reporting.verdict import in_order, label, size
 
 NOT_MEASURED = "not measured"
-DIVERGENCES_SHOWN = 20
 FEW_NOTE = f"Parentheses: lowest and highest of fewer than {FEWEST_CLUSTERS} prompts."
-DIVERGENCE_NOTE = (
-    "The first token at which a greedy output with the draft differs. It is a near-tie if the "
-    "gap is at most twice the error of two forwards of the target and below a cap, and the "
-    "outputs agree in fp32 (behind a server: and every later token is a near-tie, too)."
-)
 LOAD_NOTE = (
     "With / without the draft, at steady loads: the first and the last requests do not count. A "
     "request that failed is repeated, and timed from its first try. Intervals are over batches of "
     "requests; for one request at a time, the first lines have the speed-up over prompts, which "
-    "differs. Tail: p99 of 100 requests or more, else p95. Outputs are not compared here, because "
-    "bf16 sums depend on the batch."
+    "differs. TTFT: time to the first token; ITL: between tokens. Tail: p99 of 100 requests or "
+    "more, else p95. Outputs are not compared here, because bf16 sums depend on the batch."
 )
-# Short definitions from the fields' descriptions; docs/report.md has long ones.
-DEFINITIONS = {
-    term: str(model.model_fields[field].description)
-    for term, model, field in (
-        ("acceptance rate (alpha)", DraftReport, "alpha"),
-        ("mean acceptance length (tau)", DraftReport, "tau"),
-        ("accepted/drafted", DraftReport, "accepted_over_drafted"),
-        ("speed-up", DraftReport, "speedup"),
-        ("predicted speed-up, decode phase", DraftReport, "predicted_speedup"),
-        ("predicted speed-up", DraftReport, "predicted_with_prefill"),
-        ("decode efficiency", DraftReport, "decode_efficiency"),
-        ("cost ratio (c)", DraftReport, "c"),
-        ("verify ratio", DraftReport, "verify_ratio"),
-        ("TTFT", DraftReport, "ttft_ms"),
-        ("ITL", DraftReport, "itl_ms"),
-        ("copy share", TargetOutputs, "copy_share"),
-        ("gain", Report, "gain"),
-        ("intervals", Measured, "ci95"),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -77,11 +49,6 @@ def shown(value: Measured | float) -> str:
 def visible(token: str) -> str:
     """A token with visible white space."""
     return token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·") or "∅"
-
-
-def quoted(token: str) -> str:
-    """A token in backquotes."""
-    return f"`{visible(token).replace('`', 'ˋ')}`"
 
 
 def prompts_text(value: Measured) -> str:
@@ -113,7 +80,7 @@ GAINS: Cells = [
     ("mean acceptance length", "tau", GAIN),
 ]
 DRAFTS: Cells = [
-    ("path", "path", lambda path: f"`{abridged(path)}`"),
+    ("path", "path", abridged),
     ("form", "form", str),
     ("vocabulary", "vocabulary.relation", str),
     ("vocabulary mapping", "vocabulary.strategy", str),
@@ -132,9 +99,21 @@ DRAFTS: Cells = [
     ("verify ratio", "verify_ratio", shown),
     ("break-even acceptance rate", "payoff.break_even_alpha", shown),
     ("speed-up of a perfect draft", "payoff.ceiling_speedup", shown),
-    ("TTFT with / without", "ttft_ms.speculative.mean ttft_ms.baseline.mean", TWO_MS),
-    ("ITL p50 with / without", "itl_ms.speculative.p50 itl_ms.baseline.p50", TWO_MS),
-    ("ITL p95 with / without", "itl_ms.speculative.p95 itl_ms.baseline.p95", TWO_MS),
+    (
+        "time to the first token with / without",
+        "ttft_ms.speculative.mean ttft_ms.baseline.mean",
+        TWO_MS,
+    ),
+    (
+        "time between tokens p50 with / without",
+        "itl_ms.speculative.p50 itl_ms.baseline.p50",
+        TWO_MS,
+    ),
+    (
+        "time between tokens p95 with / without",
+        "itl_ms.speculative.p95 itl_ms.baseline.p95",
+        TWO_MS,
+    ),
     ("drafts by the server", "counters.num_drafts", "{:,}".format),
     ("mean acceptance length by the server", "counters.mean_acceptance_length", shown),
     ("accepted/drafted by the server", "counters.acceptance_rate", shown),
@@ -150,6 +129,12 @@ CATEGORIES: Cells = [
     ("mean acceptance length", "tau", shown),
     ("prompts", "alpha.n", str),
 ]
+# Short definitions; docs/report.md has long ones.
+DEFINITIONS = {
+    term: field.description
+    for term, path, _ in [("speed-up", "speedup", shown), *RESULT, *DRAFTS]
+    if (field := DraftReport.model_fields.get(path)) and field.description
+} | {"intervals": Measured.model_fields["ci95"].description}
 LOADS: Cells = [
     ("load", "load", lambda load: str(load).replace("requests at", "at")),
     ("requests", "requests", str),
@@ -169,16 +154,6 @@ LOADS: Cells = [
         for name, at in (("p50", "p50"), ("tail", ""))
     ),
     ("good requests/s", "goodput.requests_per_s.speculative goodput.requests_per_s.baseline", TWO),
-]
-DIVERGENCES: Cells = [
-    ("prompt", "prompt", str),
-    ("token", "position", str),
-    ("without a draft", "target", quoted),
-    ("with it", "drafted", quoted),
-    ("gap in nats", "gap", "{:.4f}".format),
-    ("error of forwards", "error", "{:.4f}".format),
-    ("verdict", "verdict", str),
-    ("why", "why", str),
 ]
 
 
@@ -280,22 +255,6 @@ def load_table(report: Report) -> Table:
     return _table("By load", "draft", points, LOADS, LOAD_NOTE + good)
 
 
-def divergence_table(report: Report) -> Table:
-    """At most DIVERGENCES_SHOWN outputs that differ from the target's; mismatches come first."""
-    entries = sorted(
-        (
-            (label(name), entry)
-            for name, draft in report.drafts.items()
-            for entry in draft.lossless.divergences
-        ),
-        key=lambda row: (row[1].tie, -(row[1].gap or 0.0)),
-    )
-    note = DIVERGENCE_NOTE
-    if len(entries) > DIVERGENCES_SHOWN:
-        note += f" The worst {DIVERGENCES_SHOWN} of {len(entries)} are shown; report.json has all."
-    return _table("Output check", "draft", entries[:DIVERGENCES_SHOWN], DIVERGENCES, note)
-
-
 def _by_category(report: Report) -> Table:
     rows = (
         (f"{category}, {label(name)}", numbers)
@@ -316,32 +275,6 @@ def _held_out(curve: HeldOutCurve) -> Table:
     return Table("Held-out training prompts", header, rows)
 
 
-def _setting(report: Report) -> Table:
-    """Models, machine, decoding and prompts."""
-    prompts, machine = report.prompts, report.environment
-    copies = report.answers.copy_share
-    rows: list[tuple[str, Any]] = [
-        ("target", report.target_named),
-        ("engine, device, dtype", f"{report.engine}, {report.device}, {report.dtype}"),
-        *((key.replace("_", " "), value) for key, value in machine),
-        *((key.replace("_", " "), value) for key, value in report.decoding if "gamma" not in key),
-        ("prompts", f"{abridged(prompts.source)}, {prompts.n}"),
-        ("prompts sha256", prompts.sha256),
-        ("in chat form", f"{prompts.in_chat_form:.0%}"),
-        ("chat template kwargs", " or ".join(map(json.dumps, prompts.chat_template_kwargs))),
-        ("overlap with training", prompts.overlap_with_training),
-        ("copied share of the outputs", f"{copies.either.mean:.0%}"),
-        ("copied from the prompt", f"{copies.of_prompt.mean:.0%}"),
-        ("copied from the output", f"{copies.of_answer.mean:.0%}"),
-    ]
-    texts = [
-        [row_label, f"{value:.3g}" if isinstance(value, float) else str(value)]
-        for row_label, value in rows
-        if value not in (None, "")
-    ]
-    return Table("Setting", ["", ""], texts)
-
-
 def missing_lines(report: Report) -> Iterator[str]:
     """A line for each reason why fields of a draft were not measured, with these fields."""
     for name, draft in report.drafts.items():
@@ -356,9 +289,7 @@ def details(report: Report) -> list[Table]:
     """The tables after the main ones; tables without rows are left out."""
     every = [
         _by_category(report),
-        divergence_table(report),
         _by_draft("Drafts", report, DRAFTS),
         *([] if report.held_out is None else [_held_out(report.held_out)]),
-        _setting(report),
     ]
     return [table for table in every if table.rows]

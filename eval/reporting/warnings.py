@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from eval.decoding.drafters import LOOKUP
 from eval.reporting.fields import Report
-from eval.reporting.verdict import at_loads, first_tokens, good_requests, label, times
+from eval.reporting.verdict import at_loads, label, times
 
 FEW_DRAFTS = 300
 COPIED_MUCH = 0.5  # share of tokens copied from the output itself; such outputs mostly loop
@@ -38,9 +38,9 @@ def find_warnings(report: Report) -> list[ReportWarning]:
 def _mismatches(report: Report) -> Iterator[ReportWarning]:
     for name, draft in report.drafts.items():
         if draft.lossless.unexplained:
-            whys = [d.why for d in draft.lossless.divergences if d.judged and not d.tie and d.why]
-            first = f" The first: {whys[0]}." if whys else ""
-            text = f"NOT LOSSLESS, do not serve {label(name)}: {draft.lossless}.{first}"
+            wrong = next(d for d in draft.lossless.divergences if d.judged and not d.tie)
+            first = f"The first: prompt {wrong.prompt}{f', {wrong.why}' if wrong.why else ''}."
+            text = f"NOT LOSSLESS, do not serve {label(name)}: {draft.lossless}. {first}"
             yield ReportWarning("mismatch", text)
         elif name in report.broken:
             text = (
@@ -140,13 +140,6 @@ def _about_draft(report: Report, name: str) -> Iterator[tuple[str, str]]:
         yield "slower", f"it slows the target down, to {at_loads(slower)}."
     elif (stated := report.stated_speedup(draft)).ci95 and stated.bounds[0] <= 1:
         yield "no-effect", "the interval of the speed-up contains 1x, so no effect is shown."
-    if later := first_tokens(draft):
-        yield "first-token-later", f"the first token comes later: {at_loads(later)}."
-    goods = [(point.load, point.goodput.requests_per_s) for point in draft.by_load if point.goodput]
-    lost = [load for load, good in goods if good.speculative < good.baseline]
-    if lost:
-        fewer = {load: good_requests(draft)[load] for load in lost}
-        yield "fewer-good", f"fewer requests/s are within the limits: {at_loads(fewer)}."
     efficiency = draft.decode_efficiency
     if efficiency and efficiency.mean < USUAL_EFFICIENCY[0]:
         yield (

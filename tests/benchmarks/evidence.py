@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from eval.reporting.fields import HeldOutCurve, Missing, Report, read_report
+from eval.reporting.fields import HeldOutCurve, Report, read_report
 
 LEFT_OUT = ["clusters", "freedom", "over_starts", "range"]  # of a measured number
 
@@ -37,9 +37,7 @@ def evidence(report: Report, note: str) -> str:
         kept = [point for point in curve.points if point.kept or not point.step]
         report = report.model_copy(update={"held_out": HeldOutCurve(points=kept)})
     for draft in report.drafts.values():
-        if draft.atlas is not None:
-            draft.missing.append(Missing(field="atlas", reason="left out of this file"))
-        draft.per_prompt, draft.by_category, draft.atlas = [], {}, None
+        draft.per_prompt, draft.by_category, draft.heat_map = [], {}, None
     fields = shortened(report.model_dump(mode="json", exclude_defaults=True))
     text = json.dumps({"note": note} | fields, indent=1)
     text = re.sub(r"\[\s+([^][{}\"]+?)\s+\]", lambda numbers: " ".join(numbers[0].split()), text)

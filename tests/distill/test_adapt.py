@@ -419,7 +419,7 @@ class Loop:
         shutil.copytree(self.reports[gain], folder / "report")
         path = folder / "report" / "report.json"
         values = json.loads(path.read_text())
-        values["drafts"]["tuned"] |= {"sha256": sha256, "atlas": ATLAS}
+        values["drafts"]["tuned"] |= {"sha256": sha256, "heat_map": [OUTPUT]}
         path.write_text(json.dumps(values))
 
     @property
@@ -432,9 +432,6 @@ class Loop:
 
 FILES = ["config.json", "model.safetensors", "tokenizer.json"]
 OUTPUT = {"prompt": "0", "alpha": 0.5, "tokens": ["private"], "values": [0.5], "guesses": ["b"]}
-BUCKET = {"from": 0.0, "to": None, "positions": 1, "alpha": {"mean": 0.5, "ci95": None, "n": 1}}
-ATLAS = {name: [BUCKET] for name in ("by_output_position", "by_entropy")}
-ATLAS |= {"confusions": [], "heat_map": [OUTPUT]}
 
 
 def made_draft(folder, number):

@@ -17,7 +17,6 @@ from eval.decoding.drafters.medusa import MedusaConfig, MedusaModel
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling, agreement, warp
 from eval.reporting.build import build_report
-from eval.reporting.text import render_markdown
 from tests.distill.conftest import tokenizer
 
 
@@ -81,4 +80,4 @@ def test_the_report_names_the_quantisation(folder, run_info, measurement):
     about = run_info.about | {"target_quantization": "Q4_0"}
     report = build_report(replace(run_info, about=about), drafts)
     assert report.target_quantization == "Q4_0"
-    assert f"{target} (GGUF Q4_0)" in render_markdown(report)
+    assert report.target_named == f"{target} (GGUF Q4_0)"

@@ -10,17 +10,11 @@ import pytest
 
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
-from eval.engines.comparison import (
-    WARM_UP,
-    Comparison,
-    Contender,
-    Task,
-    runs_already,
-    take_turns,
-    there_and_back,
-)
-from eval.engines.load import passes, timed_pass
+from eval.engines.comparison import Comparison
+from eval.engines.contender import Contender, Task, runs_already
+from eval.engines.load import WARM_UP, passes, timed_pass
 from eval.engines.server import ServerError
+from eval.engines.visits import take_turns, there_and_back
 from eval.engines.vllm import VllmServer
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.fields import Load
@@ -31,19 +25,11 @@ GREEDY = Decoding(Sampling(), frozenset(), 20)
 
 
 def told(visits):
-    """Visits as text: contender and prompts, + before those timed again, passes after a bar.
-
-    An ! is where the baseline judges.
-    """
-
-    def digits(numbers):
-        return "".join(map(str, numbers))
-
+    """Visits as text: contender and numbers of outputs, ! where it judges, passes after a bar."""
+    marks = {"outputs": "{}", "judge": "!", "passes": "|{}"}
     return " ".join(
-        f"{'ABC'[v.contender]}{digits(v.prompts)}{'+' * bool(v.again)}{digits(v.again)}"
-        f"{'|' * bool(v.passes)}{digits(v.passes)}"
-        f"{'!' * v.judges}"
-        for v in visits
+        "ABC"[visit.contender] + "".join(marks[stage].format(i) for stage, i in visit.tasks)
+        for visit in visits
     )
 
 
@@ -55,9 +41,9 @@ def test_servers_that_run_at_once_take_turns():
 
 def test_servers_that_run_one_at_a_time_go_there_and_back():
     assert told(there_and_back(3, [[0], [1, 2]], 2)) == (
-        "A012|0 B012|0 C012|0 C+345|1 B+345|1 A+345|1!"
+        "A012|0 B012|0 C012|0 C345|1 B345|1 A!345|1"
     )
-    assert told(there_and_back(2, [[0, 1]], 2, starts=3)) == "A01|0 B01|0 B+23|1 A+23|1! A+45 B+45"
+    assert told(there_and_back(2, [[0, 1]], 2, starts=3)) == "A01|0 B01|0 B23|1 A!23|1 A45 B45"
     assert told(there_and_back(2, [[0]], 0, starts=1)) == "A0 B0 A!"
 
 
@@ -274,5 +260,4 @@ def test_prompts_that_an_engine_renders_otherwise_are_named(fake):
         ]
         comparison = Comparison(contenders, Task(PromptSet("", prompts, ids), GREEDY))
         comparison.run(take_turns)
-        outputs = [*comparison.baseline.outputs.values()]
-        assert comparison.other_ids(outputs) == other
+        assert comparison.other_ids() == other

@@ -8,8 +8,9 @@ from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
 from eval.engines import forecast
-from eval.engines.comparison import WARM_UP, Output
+from eval.engines.contender import Output
 from eval.engines.forecast import Step, repeating, timed_step
+from eval.engines.load import WARM_UP
 from eval.engines.server import ServerError
 from eval.measuring.runs import Speculation
 from eval.prompts import Prompt, PromptSet

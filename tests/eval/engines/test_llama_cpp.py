@@ -14,7 +14,7 @@ from align.to_gguf import write_gguf
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
 from eval.engines import llama_cpp
-from eval.engines.comparison import Task
+from eval.engines.contender import Task
 from eval.engines.llama_cpp import (
     BACKEND_SAMPLING,
     PROGRAM,

@@ -22,7 +22,7 @@ from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
 from eval.engines import local_vllm, served
-from eval.engines.comparison import Output, Task
+from eval.engines.contender import Output, Task
 from eval.engines.local_vllm import VllmServers, computed_dtype
 from eval.engines.served import measure_servers, measure_started
 from eval.engines.server import TIMEOUT, ServerError

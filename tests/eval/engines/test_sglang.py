@@ -6,7 +6,7 @@ import pytest
 
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
-from eval.engines.comparison import Task
+from eval.engines.contender import Task
 from eval.engines.load import passes, timed_pass
 from eval.engines.served import measure_servers
 from eval.engines.server import ServerError

@@ -11,9 +11,11 @@ import torch
 from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
-from eval.engines.comparison import Comparison, Contender, Output, Task, take_turns, there_and_back
+from eval.engines.comparison import Comparison
+from eval.engines.contender import Contender, Output, Task
 from eval.engines.served import UNTOLD
 from eval.engines.server import ServerError
+from eval.engines.visits import take_turns, there_and_back
 from eval.measuring.environment import environment
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.recommendation import recommended

@@ -13,7 +13,7 @@ from align.errors import UserError
 from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
-from eval.engines.comparison import Task
+from eval.engines.contender import Task
 from eval.engines.transformers_assisted import (
     Assisted,
     Draft,

@@ -46,9 +46,9 @@ def test_a_copy_is_eight_tokens_long():
 
 def test_shares_are_of_all_tokens():
     text, new = list(range(20)), list(range(100, 110))
-    copy = TargetOutput("copy", text, text[:10], [])
-    fresh = TargetOutput("fresh", text, new * 1, [])
-    some = TargetOutput("some", text, [*text[:8], *range(200, 232)], [])
+    copy = TargetOutput("copy", text, text[:10])
+    fresh = TargetOutput("fresh", text, new * 1)
+    some = TargetOutput("some", text, [*text[:8], *range(200, 232)])
     report = described([copy, fresh, some])
     assert report.copy_share.either.mean == pytest.approx(18 / 60)
     assert report.copy_share.of_prompt.mean == pytest.approx(18 / 60)

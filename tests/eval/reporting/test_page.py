@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from eval.reporting.build import build_report
-from eval.reporting.page import acceptance_charts, render_page
+from eval.reporting.page import render_page
 from eval.reporting.tables import details, result_table
 from eval.reporting.text import render_markdown
 from eval.reporting.verdict import verdict
@@ -47,23 +47,14 @@ def test_every_part_is_there(sample_report):
     html = render_page(sample_report)
     page = Outline(html)
     assert page.tags.count("details") == 1
-    for chart in page_charts(sample_report):
-        assert chart in page.text
+    assert "Acceptance by position in the draft" in page.text
     for table in [result_table(sample_report), *details(sample_report)]:
         assert table.title in page.text
-        assert ("style", f"--columns:{len(table.header) - 1}") in page.attributes
-        # a narrow page stacks cells, which then say their column
-        assert {("data-column", column) for column in table.header[1:]} <= set(page.attributes)
     assert page.text.count(verdict(sample_report)) == 1
     assert all(warning.text in page.text for warning in find_warnings(sample_report))
-    # a hash may be broken into lines, a number may not
-    assert re.search(rf'<td data-column="[^"]*">{sample_report.prompts.sha256}</td>', html)
-    assert re.search(r'<td class="short" data-column="[^"]*">25.7 MiB</td>', html)
+    assert sample_report.prompts.sha256 in page.text
+    assert re.search(r'<td class="short">25.7 MiB</td>', html)
     assert "None" not in page.text
-
-
-def page_charts(report):
-    return [chart["title"] for chart in acceptance_charts(report.drafts)]
 
 
 def test_it_needs_nothing_else(sample_report):
@@ -87,8 +78,6 @@ def test_text_of_the_report_is_escaped(run_info, measurement):
     assert "drafted: &#34;&gt;&lt;script&gt;alert" in page
     markdown = [line for line in render_markdown(report).splitlines() if line[:4] != "    "]
     assert not re.search(r"(?<!\\)(<script|`a|\]\()", "\n".join(markdown[:-1]))
-    rows = [re.split(r"(?<!\\)\|", line) for line in markdown if line.startswith("|")]
-    assert {len(row) for row in rows} == {4}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +102,7 @@ def test_the_distilled_draft_has_the_accent(run_info, measurement):
 
 def test_the_heat_map_marks_exactly_the_rejected_tokens(sample_report):
     page = render_page(sample_report)
-    texts = sample_report.drafts["tuned"].atlas.heat_map
+    texts = sample_report.drafts["tuned"].heat_map
     rejected = sum(value == 0 for text in texts for value in text.values)
     assert page.count('<span class="h0" title="0% accepted') == rejected > 0
 

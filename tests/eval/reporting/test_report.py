@@ -29,7 +29,7 @@ from eval.reporting.fields import (
 from eval.reporting.files import write_report
 from eval.reporting.page import render_page, waterfall
 from eval.reporting.recommendation import draft_lengths, recommended
-from eval.reporting.tables import details, divergence_table, load_table, result_table
+from eval.reporting.tables import details, load_table, result_table
 from eval.reporting.text import print_summary, render_markdown
 from eval.reporting.verdict import in_order, top, verdict
 from eval.reporting.warnings import find_warnings
@@ -150,7 +150,7 @@ def test_every_field_of_the_contract_is_there_and_needed(data, read):
         ("drafts.tuned.alpha.n", 0, "alpha.n"),
         ("drafts.tuned.per_position", [], "per_position"),
         ("drafts.tuned.c", None, "c is null"),
-        ("drafts.tuned.atlas.confusions.0.target", 3, r"confusions\[0\].target"),
+        ("drafts.tuned.heat_map.0.prompt", 3, r"heat_map\[0\].prompt"),
         ("drafts", {}, "drafts"),
     ],
 )
@@ -178,7 +178,7 @@ def test_evidence_of_a_report_is_read_as_a_report(sample_report, tmp_path):
     short = read_report(tmp_path / "short.json")
     assert verdict(short) == verdict(sample_report)
     assert short.drafts["tuned"].lossless == sample_report.drafts["tuned"].lossless
-    assert (short.drafts["tuned"].per_prompt, short.drafts["tuned"].atlas) == ([], None)
+    assert (short.drafts["tuned"].per_prompt, short.drafts["tuned"].heat_map) == ([], None)
 
 
 def test_absent_and_cut_off_reports_are_refused(data, tmp_path):
@@ -246,11 +246,9 @@ def test_the_measured_interval_decides_whether_a_draft_pays(
 
 
 def test_heat_maps_of_all_drafts_show_the_same_responses(sample_report):
-    shown = [
-        [text.prompt for text in draft.atlas.heat_map] for draft in sample_report.drafts.values()
-    ]
+    shown = [[text.prompt for text in draft.heat_map] for draft in sample_report.drafts.values()]
     assert shown[0] == shown[1]
-    alphas = [text.alpha for text in sample_report.drafts["tuned"].atlas.heat_map]
+    alphas = [text.alpha for text in sample_report.drafts["tuned"].heat_map]
     assert len(alphas) == 3
     assert alphas == sorted(alphas)
 
@@ -283,7 +281,7 @@ def test_per_prompt_rows_give_the_means_again(data):
 
 def test_what_an_engine_could_not_measure_is_null_with_its_reason(run_info, measurement):
     """As from a server: no distributions, no step times, no drafted tokens."""
-    unknown = "tau alpha atlas memory costs c verify_ratio predicted_speedup payoff "
+    unknown = "tau alpha memory costs c verify_ratio predicted_speedup payoff "
     unknown += "decode_efficiency"
     log = measurement(
         *("served", 0.6),
@@ -338,7 +336,8 @@ def test_prompts_of_one_document_are_one_cluster(run_info, measurement):
             assert getattr(one, key).n == getattr(other, key).n
     assert together.drafts["b"].speedup.clusters == 12
     assert len({row.group for row in together.drafts["b"].per_prompt}) == 12
-    assert "| 40 in 12 groups |" in render_markdown(together)
+    (counts,) = (row for row in result_table(together).rows if row[0] == "prompts timed")
+    assert counts[1] == "40 in 12 groups"
 
 
 @pytest.mark.parametrize(
@@ -443,7 +442,7 @@ def test_one_configuration_is_recommended_for_all_loads(by_load):
     assert page.count('class="waterfall"') == 1 + 3
     for shown in (page, text):
         assert "num_speculative_tokens_per_batch_size" in shown
-        assert shown.index("By load") < shown.index("Results")  # before one at a time alone
+    assert page.index("By load") < page.index("Results")  # before one at a time alone
     report.drafts["mine"].serve = []  # a running server
     assert "num_speculative_tokens_per_batch_size" in top(report).serve
 
@@ -531,23 +530,21 @@ def first_tokens(p50):
 
 
 def test_what_a_user_loses_is_said(by_load):
-    """A later first token and lost goodput; each is a warning, and stands in the verdict."""
+    """A later first token and lost goodput stand in the verdict."""
     report = by_load({"mine": {1: (1.5, 2.0), 4: (1.2, 1.4), (2, 3.5): (1.1, 1.2)}})
     assert codes(report) == []
     draft = report.drafts["mine"]
     for point in draft.by_load:
         point.ttft_ms = first_tokens(1.05)
+    assert "First token" not in verdict(report)
     draft.ttft_ms.speculative.mean = 1.2 * draft.ttft_ms.baseline.mean
-    assert codes(report) == ["first-token-later"]
     assert "ms instead of 30 at 1 request at a time." in verdict(report)
     draft.ttft_ms.speculative.mean = draft.ttft_ms.baseline.mean
-    assert codes(report) == []
     at_rate = draft.by_load[-1]
     at_rate.ttft_ms = first_tokens(2.0)
     good = {"limits_ms": {"ttft": 500}, "requests_per_s": {"baseline": 1.9, "speculative": 1.5}}
     at_rate.goodput = good
     report = checked(report)
-    assert codes(report) == ["first-token-later", "fewer-good"]
     for text in ("2 ms instead of 1 at 2 requests/s", "1.50 instead of 1.90 at 2 requests/s"):
         assert text in verdict(report)
 
@@ -693,7 +690,6 @@ def test_too_few_prompts_give_no_verdict(run_info, measurement):
     assert set(codes(report)) == {"few-drafts"}  # tables carry their own note
     notes = [table.note for table in [result_table(report), *details(report)] if table.note]
     assert sum("fewer than 10" in note for note in notes) >= 2
-    assert not any("fewer than 10" in t.note for t in details(report) if t.title == "Setting")
 
 
 @pytest.mark.parametrize(
@@ -760,18 +756,6 @@ def test_sampled_outputs_that_differ_are_a_mismatch(sample_report):
     assert find_warnings(sample_report)[0].code == "sampled-mismatch"
     assert verdict(sample_report).startswith("Do NOT serve distilled draft")
     assert "p = 0.004" in render_markdown(sample_report)
-
-
-def test_a_long_output_check_shows_the_worst_first(run_info, measurement):
-    near = MISMATCH | {"error": 0.4, "tie": True}
-    ties = [near | {"prompt": f"t{i}", "gap": i / 100} for i in range(30)]
-    checks = {"prompts": 40, "divergences": [*ties, MISMATCH | {"prompt": "changed"}]}
-    report = build_report(run_info, [measurement("tuned", 0.6, lossless=checks)])
-    table = divergence_table(report)
-    prompts = [row[table.header.index("prompt")] for row in table.rows]
-    assert prompts == ["changed", *(f"t{i}" for i in range(29, 10, -1))]
-    assert "20 of 31" in table.note
-    assert report.drafts["tuned"].lossless.largest_gap == 0.29
 
 
 # --- Rendered
