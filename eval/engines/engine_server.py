@@ -56,10 +56,6 @@ class EngineServer(Server, Engine, Judge, ABC):
         except (ServerError, LookupError, TypeError):
             return None
 
-    def command(self) -> list[str]:
-        """The command that starts such a server; empty if the server does not report it."""
-        return []
-
     def explain(
         self, plain: Output, with_draft: PromptOutputs, position: int, greedy: Decoding
     ) -> dict[str, Any]:

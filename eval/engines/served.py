@@ -120,7 +120,6 @@ def measure_servers(
     contenders = [Contender(runs_already(baseline), identity=_identity(baseline))]
     for name, server in drafts.items():
         facts = _facts(specs.get(name, f"running server {name}"), gamma)
-        facts["serve"] = masked_arguments(server.command())
         short, whole = (each.models[0].get("max_model_len") for each in (server, baseline))
         if short and whole and short < whole:
             facts["context"] = short
@@ -354,19 +353,14 @@ def _counters(outputs: Sequence[Output]) -> tuple[dict[str, Any] | None, str]:
     drafting = [(run, counts) for run, counts in counted if counts.drafts]
     if not any(counts.drafted for _, counts in drafting):
         return None, "they did not grow during this run: nothing was drafted"
-
-    def length(category: str | None = None) -> Measured:
-        """Mean acceptance length on the prompts of a category; None: all prompts."""
-        chosen = [(run, c) for run, c in drafting if category in (None, run.category)]
-        sums = [(counts.accepted + counts.drafts, counts.drafts) for _, counts in chosen]
-        return measure("mean_acceptance_length", sums, groups=[run.group for run, _ in chosen])
-
+    groups = [run.group for run, _ in drafting]
+    lengths = [(counts.accepted + counts.drafts, counts.drafts) for _, counts in drafting]
     return (
         {
             "num_drafts": round(drafts),
             "num_draft_tokens": round(drafted),
             "num_accepted_tokens": round(accepted),
-            "mean_acceptance_length": length(),
+            "mean_acceptance_length": measure("mean_acceptance_length", lengths, groups=groups),
             "tokens_per_step": _tokens_per_step(outputs, accepted),
             "acceptance_rate": share(
                 "acceptance_rate", [(run.group, c.accepted, c.drafted) for run, c in drafting]
@@ -378,10 +372,6 @@ def _counters(outputs: Sequence[Output]) -> tuple[dict[str, Any] | None, str]:
                 )
                 for i in range(len(accepted_at))
             ],
-            "by_category": {
-                category: length(category)
-                for category in sorted({run.category for run, _ in drafting if run.category})
-            },
         },
         "",
     )

@@ -28,26 +28,11 @@ ACCEPTED = "spec_num_correct_drafts", "spec_accept_token_num"
 DRAFTED = "spec_num_proposed_drafts", "spec_draft_token_num"
 STEPS_BY_ACCEPTED = "spec_correct_drafts_histogram", "spec_accept_histogram"
 
-OPTIONS = (
-    *("model_path", "tp_size", "speculative_algorithm", "speculative_draft_model_path"),
-    *("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"),
-)
-
 
 class SglangServer(EngineServer):
     """An SGLang server as an `Engine`."""
 
     engine, owner, version_at = "sglang", "sglang", ("/server_info", "version")
-
-    def command(self) -> list[str]:
-        """As in EngineServer, with OPTIONS alone."""
-        try:
-            told = self.ask(self.version_at[0])
-        except ServerError:  # behind a gateway
-            return []
-        given = [(f"--{name.replace('_', '-')}", told.get(name)) for name in OPTIONS]
-        words = (word for name, value in given if value for word in (name, str(value)))
-        return ["python", "-m", "sglang.launch_server", *words]
 
     def decode(self, prompt: Prompt, decoding: Decoding) -> Output:
         """As in EngineServer; the counts are the request's own."""

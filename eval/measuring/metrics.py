@@ -214,6 +214,7 @@ TOKENS_PER_S = Number("tokens_per_s", ("tokens", "seconds"))
 BASELINE_TOKENS_PER_S = Number("tokens_per_s", ("baseline_tokens", "baseline_seconds"))
 TTFT_MS = Number("ttft_ms", ("prefill_seconds", "outputs"), milliseconds)
 BASELINE_TTFT_MS = Number("ttft_ms", ("baseline_prefill_seconds", "outputs"), milliseconds)
+MEAN_DRAFTED = Number("mean_drafted", ("drafted", "blocks"), ends=around)
 COMPARED = (ACCEPTANCE_RATE, MEAN_ACCEPTANCE_LENGTH, SPEEDUP)  # for categories and gains
 
 
@@ -332,11 +333,6 @@ def difference(
     return measure(f"gain of {number.name}", columns, apart, groups, around, started, servers)
 
 
-def mean_drafted(table: Iterable[PromptSums]) -> float:
-    """Drafted tokens per whole step."""
-    return measured(Number("mean_drafted", ("drafted", "blocks"), ends=around), table).mean
-
-
 class PositionAcceptance(Part):
     """Acceptance at one position of the draft, over all drafts, defined as in vLLM's counters."""
 
@@ -381,11 +377,6 @@ def per_position(table: Iterable[PromptSums]) -> list[PositionAcceptance]:
 def cost_ratio(costs: StepCosts) -> float:
     """Time of a draft of one token / time of one target step."""
     return float(costs.draft(1.0)) / costs.target_step_ms
-
-
-def verify_ratio(costs: StepCosts, draft_length: float) -> float:
-    """Time of a target call on draft_length + 1 tokens / time of a call on one token."""
-    return float(costs.verify(draft_length + 1.0)) / costs.target_step_ms
 
 
 class Percentiles(Part):

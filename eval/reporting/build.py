@@ -124,7 +124,7 @@ def _numbers(
     """
     numbers: dict[str, Callable[[], Any]] = {
         "tau": lambda: measured(metrics.MEAN_ACCEPTANCE_LENGTH, table),
-        "mean_drafted": lambda: metrics.mean_drafted(table),
+        "mean_drafted": lambda: measured(metrics.MEAN_DRAFTED, table).mean,
         "accepted_over_drafted": lambda: measured(metrics.ACCEPTED_OVER_DRAFTED, table),
         "per_position": lambda: metrics.per_position(table),
         "speedup": lambda: measured(metrics.SPEEDUP, table, log.started),
@@ -151,7 +151,10 @@ def _numbers(
         numbers |= {
             "costs": lambda: costs,
             "c": lambda: metrics.cost_ratio(costs),
-            "verify_ratio": lambda: metrics.verify_ratio(costs, metrics.mean_drafted(table)),
+            "verify_ratio": lambda: (
+                float(costs.verify(measured(metrics.MEAN_DRAFTED, table).mean + 1.0))
+                / costs.target_step_ms
+            ),
             "predicted_speedup": lambda: measured(metrics.predicted_speedup(costs), table),
             "predicted_with_prefill": lambda: measured(
                 metrics.predicted_with_prefill(costs), table

@@ -138,7 +138,6 @@ class Counters(Part):
     )
     acceptance_rate: Measured
     per_position: list[Share] = Field(description="share of drafts accepted up to a position")
-    by_category: dict[str, Measured] = Field(default={}, description="mean_acceptance_length")
 
 
 class Missing(Part):
@@ -362,9 +361,9 @@ class Report(Part):
 
     @property
     def target_named(self) -> str:
-        """The target's spec without a checksum, with the quantisation of a GGUF file."""
+        """The target's spec, or the distribution of a `pypi:` file, and its GGUF quantisation."""
         quantised = self.target_quantization
-        target = abridged(self.target).partition("#")[0]
+        target = abridged(self.target).removeprefix("pypi:").partition("==")[0]
         return f"{target} (GGUF {quantised})" if quantised else target
 
     @property

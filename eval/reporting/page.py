@@ -1,4 +1,4 @@
-"""report.html: one file without scripts, network access or fonts; for light, dark and print.
+"""report.html: one file without scripts, network access or fonts; for screen and print.
 
 The markup is in page.html.j2 and charts.html.j2, where all texts of the report are escaped. This
 module has the scales and the data of the charts.
@@ -12,6 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from align.errors import abridged
 from eval.reporting.fields import ONE_AT_A_TIME, DraftReport, Report
 from eval.reporting.tables import (
     DEFINITIONS,
@@ -112,7 +113,7 @@ def render_page(report: Report) -> str:
     ties = any(each.lossless.divergences for each in drafts)
     first = top(report)
     fields = report.model_dump(mode="json", include=SETTING)
-    setting = {"target": report.target_named} | fields
+    setting = {"target": abridged(report.target)} | fields
     values = [value for rows in first.speedups.values() for _, value in rows]
     ends = [(value.ci95 or (0.0, value.mean))[1] for value in values]
     page = (

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from align.errors import abridged
 from eval.decoding.drafters import LOOKUP
 from eval.measuring.intervals import Measured
 from eval.measuring.output_check import Ledger
@@ -331,10 +330,9 @@ def _setting(report: Report) -> str:
     count = machine.cores
     cores = f", {count} core{'s' * (count > 1)}" if count else ""
     hardware = f"{machine.hardware}{cores}" if machine.hardware else report.device
-    quantised, loads = report.target_quantization, loads_of(report)
-    target = abridged(report.target).removeprefix("pypi:").partition("==")[0]
+    loads = loads_of(report)
     parts = [
-        f"{target}{f' (GGUF {quantised})' if quantised else ''}, {report.dtype}",
+        f"{report.target_named}, {report.dtype}",
         hardware,
         machine.date[:16].replace("T", " ") + " UTC",
         together(loads) if loads[1:] else "batch 1",

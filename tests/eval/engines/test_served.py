@@ -114,10 +114,6 @@ def test_a_whole_report_of_two_servers(fake):
         (1.0, (1.0, 1.0), 3),
         (0.0, (0.0, 0.0), 3),
     ]
-    assert {name: (one.mean, one.n) for name, one in counters.by_category.items()} == {
-        "x": (3.0, 2),
-        "y": (3.0, 1),
-    }
     assert draft.lossless.identical == draft.lossless.prompts == 3
     assert draft.speedup.n == 3
     assert draft.by_category["x"].tau is None

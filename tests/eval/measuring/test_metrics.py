@@ -131,8 +131,7 @@ def test_unknown_steps_are_neither_checked_nor_measured():
 
 def test_costs():
     assert metrics.cost_ratio(COSTS) == pytest.approx(0.1)
-    assert metrics.verify_ratio(COSTS, 2) == pytest.approx(1.2)
-    assert metrics.verify_ratio(COSTS, 2.5) == pytest.approx(1.3)  # between the timed widths
+    assert COSTS.verify(3.5) == pytest.approx(1.3)  # between the timed widths
 
 
 def test_what_was_looked_up_takes_no_draft_step():
@@ -225,7 +224,7 @@ def test_acceptance_against_a_plain_loop(seed):
                 drafts.append(run.accepted[i])
     rows = table(runs)
     assert tau(runs).mean == pytest.approx(tokens / calls)
-    assert metrics.mean_drafted(rows) == pytest.approx(drafted / calls)
+    assert measured(metrics.MEAN_DRAFTED, rows).mean == pytest.approx(drafted / calls)
     assert measured(metrics.ACCEPTED_OVER_DRAFTED, rows).mean == pytest.approx(accepted / drafted)
     for i, entry in enumerate(metrics.per_position(rows), start=1):
         assert (entry.position, entry.drafts) == (i, len(drafts))
@@ -269,7 +268,7 @@ def test_speed_against_a_plain_loop(seed):
     speedup = measured(metrics.SPEEDUP, rows)
     assert speedup.mean == pytest.approx(sides[1] / sides[0])
     assert speedup.ci95[0] < speedup.mean < speedup.ci95[1]
-    length, drafted = tau(runs).mean, metrics.mean_drafted(rows)
+    length, drafted = tau(runs).mean, measured(metrics.MEAN_DRAFTED, rows).mean
     step = drafted * 0.1 + np.interp(drafted + 1, [1, 2, 3, 4], [1, 1.1, 1.2, 1.4])
     wide = StepCosts(0.1, 1.0, {**COSTS.target_verify_ms, 5: 1.5}, 9)
     predicted = measured(metrics.predicted_speedup(wide), rows)
@@ -285,7 +284,7 @@ def test_speed_against_a_plain_loop(seed):
         lambda: alpha(Agreement("a", None, 0.0, 0)),
         lambda: tau([]),
         lambda: tau([make_run("a", (1,), (2,), (1.0,), cut=1)]),  # only a cut block
-        lambda: metrics.mean_drafted([]),
+        lambda: measured(metrics.MEAN_DRAFTED, []),
         lambda: measured(metrics.ACCEPTED_OVER_DRAFTED, table([make_baseline()])),
         lambda: metrics.per_position(table([make_baseline()])),
         lambda: metrics.itl_ms([make_baseline(tokens=1)]),
