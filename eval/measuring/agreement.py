@@ -95,7 +95,11 @@ def measure_agreement(
 
     rows = list(zip(prompts.prompts, prompts.ids, texts, strict=True))
     stages = [f"acceptance rate of {name}" for name in drafters]
+    # as many prompts as for other drafts in an earlier process
+    counts = {stage.partition(" of ")[0]: len(done) for stage, done in journal.results.items()}
+    least = counts.get("acceptance rate", 0)
     rates = journal.together(
-        stages, rows, measure, lambda fields: Agreement(**fields), "prompt", enough
+        *(stages, rows, measure, lambda fields: Agreement(**fields), "prompt"),
+        lambda number: number >= least and enough(number),
     )
     return dict(zip(drafters, rates, strict=True))

@@ -193,22 +193,14 @@ def _refuse_other_rules(report: Report, draft_sample_method: str | None) -> None
     """Raise NotComparable unless sampled tokens were drafted and verified as in the traffic."""
     decoding, method = report.decoding, report.decoding.draft_sample_method
     by_token = report.engine == REFERENCE and decoding.verification == "rejection sampling"
-    if report.engine != "vllm" and not by_token:
+    # vLLM samples drafts without top_k and top_p
+    unlike = method == "probabilistic" and (decoding.top_k or decoding.top_p < 1)
+    other_rule = report.engine != "vllm" and (not by_token or unlike)
+    if other_rule or draft_sample_method not in (None, method):
         raise NotComparable(
-            f"The report has {decoding.verification} of {report.engine} at temperature "
-            f"{decoding.temperature:g}, but vLLM accepts drafts by another rule. Measure with "
-            "--engine vllm, or with --engine torch --verification token."
-        )
-    if draft_sample_method not in (None, method):
-        raise NotComparable(
-            f"The traffic has draft_sample_method {draft_sample_method}, but the report's is "
-            f"{method or 'not known'}, so acceptance differs. Give a report measured with "
-            f"--draft_sample_method {draft_sample_method}."
-        )
-    if by_token and method == "probabilistic" and (decoding.top_k or decoding.top_p < 1):
-        raise NotComparable(
-            f"The report's drafts were sampled with top_k {decoding.top_k} and top_p "
-            f"{decoding.top_p:g}, but vLLM samples drafts without them. Measure with --engine vllm."
+            f"The report has {decoding.verification} of {report.engine} with draft_sample_method "
+            f"{method or 'not known'}, and vLLM drafts or accepts by another rule in the traffic. "
+            "Measure with --engine vllm and the traffic's --draft_sample_method."
         )
 
 
