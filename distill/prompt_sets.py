@@ -24,19 +24,18 @@ from align.files import atomic_folder, read_json, write_json
 from align.machine import from_first
 from distill.recipe import RECIPES, Recipe
 from distill.teacher.logged_rows import logged_prompts, with_output_ids
+from eval.chat_template import in_chat_form, render_set
 from eval.decoding.build import longest_context
+from eval.engines.conversation import refuse_server_only
 from eval.measuring.intervals import FEWEST_CLUSTERS
 from eval.near_duplicates import NearDuplicates, Overlap, drop_overlap
 from eval.prompts import (
     Prompt,
     PromptError,
     PromptSet,
-    in_chat_form,
     load_prompts,
     open_prompts,
     refuse_repeated_ids,
-    refuse_server_only,
-    render_set,
     write_prompts,
 )
 

@@ -29,10 +29,10 @@ from align.machine import usual_dtype
 from distill.drafters.kind import DraftKind, kinds
 from distill.losses import LossName
 from distill.teacher.store import AnswerSettings
+from eval.chat_template import LongPrompts
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import SampleMethod, Sampling
 from eval.engines.server import check_address
-from eval.prompts import LongPrompts
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 

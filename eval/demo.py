@@ -25,13 +25,14 @@ from dataclasses import replace
 from tempfile import TemporaryDirectory
 
 from align.errors import UserError
+from eval.chat_template import PLACE
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import decode
 from eval.decoding.prompt_run import PromptRun
 from eval.measuring.evaluation import spelling
 from eval.measuring.journal import INTERRUPTED
 from eval.measuring.timing import WARM_UP_TOKENS, Contender, decode_undisturbed
-from eval.prompts import PLACE, Prompt, write_prompts
+from eval.prompts import Prompt, write_prompts
 from eval.reporting.fields import read_report
 from eval.reporting.verdict import basis_of, times
 from eval.run import decoding_of, load, parse

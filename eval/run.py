@@ -43,6 +43,7 @@ from align.errors import SourceError, UserError
 from align.files import read_json, refuse_unwritable, write_json
 from align.from_gguf import value_of
 from align.machine import use_machine
+from eval.chat_template import LongPrompts, in_chat_form, refuse_without_template, render_set
 from eval.decoding.build import build_decoder, longest_context
 from eval.decoding.drafters import LOOKUP
 from eval.decoding.drafters.loading import load_drafter
@@ -50,6 +51,7 @@ from eval.decoding.loop import Decoding
 from eval.decoding.target import Target, load_target
 from eval.decoding.verification import SampleMethod, Sampling
 from eval.engines.contender import Task
+from eval.engines.conversation import refuse_server_only
 from eval.engines.engine_server import EngineServer, Servers
 from eval.engines.forecast import forecast_gains, print_gains
 from eval.engines.llama_cpp import LlamaServers
@@ -62,16 +64,7 @@ from eval.measuring.evaluation import Plan, context_length, evaluate
 from eval.measuring.intervals import FEWEST_CLUSTERS
 from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
 from eval.near_duplicates import drop_overlap
-from eval.prompts import (
-    LongPrompts,
-    Prompt,
-    PromptSet,
-    in_chat_form,
-    load_prompts,
-    refuse_server_only,
-    refuse_without_template,
-    render_set,
-)
+from eval.prompts import Prompt, PromptSet, load_prompts
 from eval.reporting.build import build_report
 from eval.reporting.fields import Load, Report
 from eval.reporting.files import write_report

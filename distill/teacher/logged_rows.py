@@ -18,7 +18,8 @@ from typing import Any
 from pydantic_core import from_json
 
 from align.vocabulary import Vocabulary
-from eval.prompts import Prompt, PromptError, PromptSet, lines_of, parse_row, render_output
+from eval.chat_template import render_output
+from eval.prompts import Prompt, PromptError, PromptSet, lines_of, parse_row
 
 Row = dict[str, Any]
 REQUEST, RESPONSE = ("request", "body", "input"), ("response", "output")

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
 from eval.engines.contender import Contender, Engine, PromptOutputs, Task
+from eval.engines.conversation import after, turns_of
 from eval.engines.divergences import not_judged
 from eval.engines.load import (
     PASSES,
@@ -39,7 +40,7 @@ from eval.measuring.intervals import FEWEST_CLUSTERS, Starts
 from eval.measuring.journal import Journal
 from eval.measuring.output_check import divergence
 from eval.measuring.runs import DraftLog, RunLog, TargetOutput
-from eval.prompts import Prompt, after, turns_of
+from eval.prompts import Prompt
 from eval.reporting.build import build_report
 from eval.reporting.fields import Load, Report
 

@@ -28,12 +28,13 @@ from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import SampleMethod
 from eval.engines.contender import Output
+from eval.engines.conversation import chat_request, json_schema
 from eval.engines.divergences import TOP, Logprobs
 from eval.engines.engine_server import EngineServer, Servers, option
 from eval.engines.process import served_here
 from eval.engines.server import ServerError
 from eval.measuring.environment import cpu_model
-from eval.prompts import Prompt, chat_request, json_schema
+from eval.prompts import Prompt
 
 PROGRAM = "DRAFTSMITH_LLAMA_SERVER"  # the environment variable that names a llama-server
 DRAFT_KIND = "q8_0"  # GGUF type of drafts (docs/engines.md)

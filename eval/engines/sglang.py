@@ -16,11 +16,12 @@ import numpy as np
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.prompt_run import PromptRun
 from eval.engines.contender import Output
+from eval.engines.conversation import chat_request, json_schema
 from eval.engines.divergences import TOP, Logprobs
 from eval.engines.engine_server import EngineServer
 from eval.engines.server import UNPENALISED, ServerError, passing
 from eval.measuring.runs import Speculation
-from eval.prompts import Prompt, chat_request, json_schema
+from eval.prompts import Prompt
 
 # An output's counts of accepted and of drafted tokens, and of steps by accepted tokens: their names
 # now, and before May 2026.

@@ -11,10 +11,11 @@ import numpy as np
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.prompt_run import PromptRun
 from eval.engines.contender import Output
+from eval.engines.conversation import chat_request
 from eval.engines.divergences import TOP, Logprobs
 from eval.engines.engine_server import EngineServer
 from eval.engines.server import UNPENALISED, ServerError, token_ids
-from eval.prompts import Prompt, chat_request
+from eval.prompts import Prompt
 
 
 class VllmServer(EngineServer):

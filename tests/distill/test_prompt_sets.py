@@ -23,8 +23,9 @@ from distill.prompt_sets import (
     training_prompts,
 )
 from distill.recipe import RECIPES, RecipeError
+from eval.chat_template import split_task
 from eval.near_duplicates import CONTAINED, NEAR_DUPLICATE, NearDuplicates, drop_overlap, shingles
-from eval.prompts import Prompt, PromptError, load_prompts, split_task
+from eval.prompts import Prompt, PromptError, load_prompts
 
 STDLIB, LICENCES = EMBEDDED
 

@@ -10,22 +10,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from align.errors import SourceError
+from eval.chat_template import LongPrompts, in_chat_form, render, render_output, render_set
+from eval.engines.conversation import after, chat_request, refuse_server_only, turns_of
 from eval.prompts import (
-    LongPrompts,
     Prompt,
     PromptError,
     PromptSet,
-    after,
-    chat_request,
     draw,
-    in_chat_form,
     load_prompts,
     prompts_sha256,
-    refuse_server_only,
-    render,
-    render_output,
-    render_set,
-    turns_of,
     write_prompts,
 )
 from tests.byte_level import tokenizer_of_bytes

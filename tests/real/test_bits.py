@@ -21,7 +21,7 @@ torch.set_num_threads(2)  # sums are shared out, even if a worker of the tests h
 from distill.prompt_sets import evaluation_prompts
 from distill.recipe import load_recipe
 from eval.decoding.target import load_target
-from eval.prompts import render_set
+from eval.chat_template import render_set
 
 recipe = load_recipe(["--recipe", "code"])
 target = load_target(Checkpoint.open(recipe.target), torch.bfloat16, "cpu", 600)

@@ -10,6 +10,7 @@ import torch
 from align.check import compare
 from align.checkpoint import Checkpoint
 from align.vocab_map import build_map
+from eval.chat_template import render_set
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.fused import FusedDecoder
@@ -19,7 +20,7 @@ from eval.decoding.verification import Sampling
 from eval.measuring.agreement import measure_agreement, target_texts
 from eval.measuring.journal import Journal
 from eval.measuring.metrics import ACCEPTANCE_RATE, measured, prompt_table
-from eval.prompts import PromptSet, load_prompts, render_set
+from eval.prompts import PromptSet, load_prompts
 from tests.real.test_sources_real import SPEC as SMOL
 
 pytestmark = pytest.mark.real

@@ -24,6 +24,7 @@ import torch
 import yaml
 
 from align.checkpoint import Checkpoint
+from eval.chat_template import render_set
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import load_target
@@ -32,7 +33,7 @@ from eval.engines import local_vllm
 from eval.engines.counters import between
 from eval.engines.local_vllm import serve_vllm, speculation
 from eval.engines.vllm import VllmServer
-from eval.prompts import load_prompts, render_set
+from eval.prompts import load_prompts
 from eval.reporting.fields import read_report
 from eval.run import main
 
