@@ -82,13 +82,11 @@ class Origin:
 class Draft(NamedTuple):
     """A draft in training. No weight that is trained is shared with the target.
 
-    token_ids: target id of each entry of its head [K]; None for a head over all of V. full_head:
-    the head [V, H] that a language model's trimmed head was cut from, and is served with.
+    token_ids: target id of each entry of its head [K]; None for a head over all of V.
     """
 
     model: PreTrainedModel
     token_ids: Tensor | None = None
-    full_head: Tensor | None = None
 
 
 class DraftKind:
@@ -149,7 +147,8 @@ class DraftKind:
         return ()
 
     def initialise(self, origin: Origin) -> Draft:
-        """The base draft that is made from the target, or read from `origin.published`.
+        """The base draft that is made from the target, or read from `origin.published`. The head
+        of a language model is trimmed when `load` reads it.
 
         Its model is a PreTrainedModel, because trl, peft and FSDP save, load and wrap it. Since
         `origin.published` was trained, the target may have been fine-tuned. Raises UserError for a

@@ -45,18 +45,14 @@ class Pruned(LanguageModel):
             head = torch.cat([(w.float() @ projection).to(w.dtype) for w in pieces])
         else:
             head = head.clone()
-        ids = origin.token_ids
-        trained = head if ids is None else head[ids]
-        return Draft(build_pruned(origin.target.model, origin.num_layers, trained), ids, head)
+        model = build_pruned(origin.target.model, origin.num_layers, head)
+        return Draft(model, origin.token_ids)
 
     def save(self, folder: Path, draft: Draft, embedding: Tensor, target: Checkpoint) -> None:
-        """As engines load it: over the whole vocabulary, and with the embedding."""
-        model = draft.model
+        """As engines load it: over the whole vocabulary, and with the embedding. `load` trims."""
         if draft.token_ids is not None:
-            assert draft.full_head is not None
-            model = with_head(model, draft.full_head)
             save_file({"token_ids": draft.token_ids.cpu()}, folder / TOKEN_IDS)
-        self.exported(model).save_pretrained(folder)
+        self.exported(draft.model).save_pretrained(folder)
 
     def load(self, folder: Path, embedding: Tensor, head: Callable[[], Tensor]) -> Draft:
         model: Any = Checkpoint.open(folder).load(embedding.dtype)
@@ -65,9 +61,8 @@ class Pruned(LanguageModel):
             return Draft(model)
         with opened_weights(folder / TOKEN_IDS) as file:
             token_ids = file.get_tensor("token_ids")
-        full_head = model.lm_head.weight.detach()
-        model.lm_head = linear(full_head[token_ids])
-        return Draft(model, token_ids, full_head)
+        model.lm_head = linear(model.lm_head.weight.detach()[token_ids])
+        return Draft(model, token_ids)
 
 
 KIND = Pruned()
@@ -103,14 +98,6 @@ def build_pruned(target: PreTrainedModel, num_layers: int, head: Tensor) -> PreT
     model.model.rotary_emb = type(target.model.rotary_emb)(config).to(embedding.device)
     model.lm_head = linear(head.to(embedding.device))
     return model.eval()
-
-
-def with_head(model: PreTrainedModel, head: Tensor) -> PreTrainedModel:
-    """A copy with this LM head [V, H]; the other weights are shared."""
-    whole: Any = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
-    whole.lm_head, whole.config.vocab_size = linear(head), len(head)
-    copied: PreTrainedModel = whole
-    return copied
 
 
 def fitted_states(origin: Origin) -> Iterator[tuple[Tensor, Tensor]]:
