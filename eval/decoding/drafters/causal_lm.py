@@ -34,10 +34,6 @@ class CausalLMDrafter(HeadDrafter):
     def __post_init__(self) -> None:
         self.kv_bytes_per_token = self.decoder.new_cache(1, 1).bytes_per_token()
 
-    @property
-    def recorded(self) -> bool:
-        return self.decoder.recorded
-
     def cut(self, logits: Tensor) -> Tensor:
         return logits[..., : self.entries]
 

@@ -355,10 +355,6 @@ class DFlashDrafter(HeadDrafter):
     decoder: DFlashDecoder
     most: int
 
-    @property
-    def recorded(self) -> bool:
-        return self.decoder.recorded
-
     def start(self, text: Text) -> Session:
         return DFlashSession(self, text)
 

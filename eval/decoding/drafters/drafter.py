@@ -79,15 +79,16 @@ class Session(ABC):
 class Drafter(ABC):
     """A loaded drafter.
 
-    vocab_size: V. path: its spec. vocabulary: relation to the target's vocabulary and the mapping.
-    form: `full`, a language model over all of V, or a kind whose head may be trimmed. bytes: in
-    memory, without tensors shared with the target. layers: numbers (forward.py) of the target's
-    hidden states that it reads. most: the longest draft that it was made for; None: any length.
-    own_tokens: the first tokens of a draft that are the target's own choice; the acceptance rate is
-    that of the token after them.
+    vocab_size: V. decoder: of its model; None: it has none. path: its spec. vocabulary:
+    relation to the target's vocabulary and the mapping. form: `full`, a language model over all
+    of V, or a kind whose head may be trimmed. bytes: in memory, without tensors shared with the
+    target. layers: numbers (forward.py) of the target's hidden states that it reads. most: the
+    longest draft that it was made for; None: any length. own_tokens: the first tokens of a
+    draft that are the target's own choice; the acceptance rate is that of the token after them.
     """
 
     vocab_size: int
+    decoder: Any = None
     path: str = ""
     form: str = "full"
     vocabulary: Mapping[str, Any]
@@ -100,7 +101,7 @@ class Drafter(ABC):
     @property
     def recorded(self) -> bool:
         """Whether a GPU replays its forwards as CUDA graphs; true if it has no forwards."""
-        return True
+        return self.decoder is None or bool(self.decoder.recorded)
 
     @abstractmethod
     def start(self, text: Text) -> Session:

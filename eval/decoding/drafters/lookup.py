@@ -140,10 +140,6 @@ class LookupFirst(Drafter):
     draft: Drafter
     stops: frozenset[int]
 
-    @property
-    def recorded(self) -> bool:
-        return self.draft.recorded
-
     def start(self, text: Text) -> Session:
         return LookupFirstSession(self.draft.start(text), text, self.stops)
 

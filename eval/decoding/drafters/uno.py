@@ -154,10 +154,6 @@ class UnoDrafter(HeadDrafter):
     decoder: Decoder
     noise: Tensor
 
-    @property
-    def recorded(self) -> bool:
-        return self.decoder.recorded
-
     def start(self, text: Text) -> Session:
         return UnoSession(self, text)
 
