@@ -36,8 +36,6 @@ LOWEST = 0.1  # temperature at which greedy outputs are compared
 BELOW = 4.0  # standard deviations below the mean from which an output is of another model
 RARE = 1e-3  # an own output has a token as rare as the rarest one at most this often
 ENDS = 1e-2  # an own output ends anywhere at a stop token as improbable at most this often
-PLAUSIBLE = 0.02  # probability from which a token may be the one that was emitted
-AHEAD = 16  # tokens whose text is compared with such a token
 REMEDY = (
     "give the target, the chat template and the temperature with which they were generated "
     "(answer_temperature, or `temperature` in each row)"
@@ -104,33 +102,19 @@ class Log:
         if comparison.deviation(usual) < -BELOW:
             return "of another model or temperature"
         if not usual.all():
-            places = (~usual).nonzero().flatten().tolist()
-            other = all(self._tokenised_otherwise(answer, comparison, place) for place in places)
-            return "tokenised otherwise than emitted" if other else "edited"
+            return "edited, or tokenised otherwise than emitted"
         if ended and comparison.log_q[-1].exp() * size < ENDS:
             return "cut off"
         return None
-
-    def _tokenised_otherwise(
-        self, answer: CachedAnswer, comparison: Comparison, place: int
-    ) -> bool:
-        """Whether the text from this place may begin with another token than the text's own."""
-        ids = answer.response_ids[place : place + AHEAD].tolist()
-        text = self.target.bytes_of(ids)
-        likely = answer.top_ids[place, :-1][comparison.q[place] > PLAUSIBLE].tolist()
-        others = (self.target.bytes_of([i]) for i in likely if i != ids[0])
-        return any(token and text.startswith(token) for token in others)
 
 
 class Comparison(NamedTuple):
     """How an output's tokens compare with samples of q.
 
-    q: of the likeliest tokens [R, C - 1]. log_q: of x [R]. excess: the sum of log q(x) and the
-    entropy [R]. variance: of log q [R]. at_most: the probability of the tokens that are at most as
-    likely as x, or more [R].
+    log_q: of x [R]. excess: the sum of log q(x) and the entropy [R]. variance: of log q [R].
+    at_most: the probability of the tokens that are at most as likely as x, or more [R].
     """
 
-    q: Tensor
     log_q: Tensor
     excess: Tensor
     variance: Tensor
@@ -175,7 +159,6 @@ def compared(answer: CachedAnswer, temperature: float, vocab_size: int) -> Compa
     at_most = q.flip(1).cumsum(1).flip(1).gather(1, place)[:, 0]
     rare = place[:, 0] == likely.shape[1]
     return Comparison(
-        q[:, :-1],
         log_x,
         log_q.gather(1, place)[:, 0] + entropy,
         (q * log_q**2).sum(1) - entropy**2,
