@@ -8,7 +8,6 @@ import gc
 import os
 import platform
 import re
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -20,7 +19,6 @@ from accelerate import PartialState
 from accelerate.utils import get_int_from_env, parse_flag_from_env
 
 from align.errors import UserError
-from align.files import nearest_existing
 
 T = TypeVar("T")
 
@@ -169,22 +167,15 @@ def memory_left(device: torch.device = _HOST) -> int:
     return free
 
 
-def machine_lines(memory: int, disk: int, folder: Path, on_gpu: bool) -> list[str]:
-    """Text on this machine beside a run's needs: bytes of memory, bytes of disk in `folder`."""
+def machine_lines(memory: int, on_gpu: bool) -> list[str]:
+    """Text on this machine beside the bytes of memory that a run needs."""
     about = f"machine: torch {torch.__version__}, {cores()} cores"
-    nearest = nearest_existing(folder)
     place, left = "memory", memory_left()
     if on_gpu and torch.cuda.is_available():
         about += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
         place, left = "memory of a GPU", memory_left(torch.device("cuda"))
-    free = {place: left, f"disk of {nearest}": shutil.disk_usage(nearest).free}
-    lines = [about]
-    for (resource, size), needed in zip(free.items(), (memory, disk), strict=True):
-        enough = "" if size >= needed else ": TOO LITTLE (docs/troubleshooting.md)"
-        lines.append(
-            f"{resource}: {needed / 2**30:.1f} GiB needed, {size / 2**30:.1f} free{enough}"
-        )
-    return lines
+    enough = "" if left >= memory else ": TOO LITTLE (docs/troubleshooting.md)"
+    return [about, f"{place}: {memory / 2**30:.1f} GiB needed, {left / 2**30:.1f} free{enough}"]
 
 
 def usual_dtype(on_cpu: bool) -> str:

@@ -1,4 +1,4 @@
-"""Estimate a run's memory, its disk space, and the largest speed-up of a draft.
+"""Estimate a run's memory and disk space, and the largest speed-up of a draft.
 
 Memory is a coarse sum from the models' configs. The speed-up is computed from timed steps of target
 and draft, if their weights are on this machine; where the run ends in vLLM, also from its steps.
@@ -8,12 +8,10 @@ Nothing is written to the run's folder.
 from __future__ import annotations
 
 import dataclasses
-import math
 import shutil
 import sys
 import tempfile
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -69,8 +67,8 @@ def dry_run(recipe: Recipe, target: Checkpoint, draft: Checkpoint | None) -> int
     if not PartialState().is_main_process:
         return 0
     longest = max(map(len, prompts.training.ids + prompts.evaluation.ids))
-    asked = to_answer(prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers)
-    print_memory(recipe, pair, longest, prompts.held_out.ids + asked, answering.by == "local")
+    print_memory(recipe, pair, longest, answering.by == "local")
+    check_disk(recipe, pair, prompts, answering)
     answering.check()
     if recipe.served:
         print(f"server: {recipe.answer_url} serves the target of this recipe")
@@ -148,13 +146,11 @@ def refused(ceilings: list[float]) -> int:
     return 0
 
 
-def print_memory(
-    recipe: Recipe, pair: Pair, longest: int, asked: list[list[int]], answers_here: bool
-) -> None:
+def print_memory(recipe: Recipe, pair: Pair, longest: int, answers_here: bool) -> None:
     """Print the needs of the stage with most memory, on each GPU, and what this machine has.
 
-    longest: tokens of the longest prompt. asked: the prompts of the outputs (token ids).
-    answers_here: whether the outputs are generated in this process.
+    longest: tokens of the longest prompt. answers_here: whether the outputs are generated in this
+    process.
     """
     target = pair.target.text_config
     size, draft = getattr(torch, recipe.dtype).itemsize, draft_parameters(recipe, pair)
@@ -175,13 +171,9 @@ def print_memory(
         if answers_here:
             stages["answering"] = (held + tokens * kv) // spread
     name = max(stages, key=lambda stage: stages[stage])
-    needed = round(BESIDE * stages[name]) + RUNTIME
-    fitted = asked[: math.ceil(recipe.fit_tokens / new)]
-    disk = cache_bytes(recipe, pair, asked, new) + CHECKPOINT * draft
-    disk += state_bytes(pair, pair.fit_layers, sum(map(len, fitted)) + len(fitted) * new)
     print(f"{name} needs most memory (a coarse estimate)")
-    on_gpu = not recipe.training.get("use_cpu", False)
-    print("\n".join(machine_lines(needed, disk, recipe.folder, on_gpu)))
+    needed = round(BESIDE * stages[name]) + RUNTIME
+    print("\n".join(machine_lines(needed, not recipe.training.get("use_cpu", False))))
 
 
 def draft_parameters(recipe: Recipe, pair: Pair) -> int:
@@ -199,10 +191,10 @@ def draft_parameters(recipe: Recipe, pair: Pair) -> int:
     return draft + recipe.kind.num_layers(recipe.num_draft_layers, about) * (whole - shorter)
 
 
-def state_bytes(pair: Pair, layers: Sequence[int], tokens: int) -> int:
-    """Bytes of the target's hidden states of these layers at each of the tokens, in bf16."""
+def state_bytes(pair: Pair, tokens: int) -> int:
+    """Bytes of the target's hidden states that the draft reads at each of the tokens, in bf16."""
     width: int = pair.target.text_config.hidden_size
-    return 2 * len(layers) * width * tokens
+    return 2 * len(pair.layers) * width * tokens
 
 
 def cache_bytes(recipe: Recipe, pair: Pair, prompts: list[list[int]], new_tokens: int) -> int:
@@ -212,12 +204,12 @@ def cache_bytes(recipe: Recipe, pair: Pair, prompts: list[list[int]], new_tokens
     """
     new = len(prompts) * new_tokens
     outputs = new * bytes_per_token(recipe.cache_top_k, pair.target.text_config.vocab_size)
-    return outputs + state_bytes(pair, pair.layers, new + sum(map(len, prompts)))
+    return outputs + state_bytes(pair, new + sum(map(len, prompts)))
 
 
 def check_disk(recipe: Recipe, pair: Pair, prompts: Prompts, target: AnsweringTarget) -> None:
     """Raise UserError if a disk lacks space for the draft, or for outputs and hidden states even if
-    each output has one token. Print a warning if it lacks space for the longest outputs.
+    each output has one token. Print the need, as a warning if the longest outputs do not fit.
 
     With `minutes`, which limit the number of outputs, FEW must fit.
     """
@@ -227,12 +219,10 @@ def check_disk(recipe: Recipe, pair: Pair, prompts: Prompts, target: AnsweringTa
     named = zip(names, prompts.held_out.ids + asked, strict=True)
     new, unread = [ids for name, ids in named if name not in store], 0
     if pair.layers:  # of cached outputs, another run may have read none
-        cached, read = (
-            Answers(store, filter(store.__contains__, names)),
-            store.of_states(pair.layers),
-        )
+        cached = Answers(store, filter(store.__contains__, names))
+        read = store.of_states(pair.layers)
         without = (i for i, name in enumerate(cached.text_names) if name not in read)
-        unread = state_bytes(pair, pair.layers, sum(map(cached.tokens, without)))
+        unread = state_bytes(pair, sum(map(cached.tokens, without)))
     least = cache_bytes(recipe, pair, new, 1) + unread
     if recipe.minutes is not None:
         least = cache_bytes(recipe, pair, new[:FEW], 1)
@@ -245,11 +235,10 @@ def check_disk(recipe: Recipe, pair: Pair, prompts: Prompts, target: AnsweringTa
     ):
         free = shutil.disk_usage(nearest_existing(folder)).free
         sizes = f"{fewest / 2**30:.1f} to {largest / 2**30:.1f} GiB"
-        text = f"the run writes {sizes} to {folder}, and its disk has {free / 2**30:.1f} free"
+        text = f"The run writes {sizes} to {folder}, and its disk has {free / 2**30:.1f} free"
         if fewest > free:
-            raise UserError(f"T{text[1:]}; {remedy}.")
-        if largest > free:
-            print(f"Warning: {text}; if it is filled, {remedy}.")
+            raise UserError(f"{text}; {remedy}.")
+        print(f"Warning: {text}; if it is filled, {remedy}." if largest > free else f"{text}.")
 
 
 def print_example(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:

@@ -65,7 +65,7 @@ class Mtp(DraftKind):
     def save(self, folder: Path, draft: Draft, embedding: Tensor, target: Checkpoint) -> None:
         config, source = copy.deepcopy(target.text_config), target.folder
         files = target.names()
-        tensors = {}
+        tensors = dict[str, Tensor]()
         for name, tensor in draft.model.state_dict().items():
             if name not in (EMBEDDING, HEAD):
                 place, stored = name.replace("model.", "mtp.", 1), tensor.to(embedding.dtype)

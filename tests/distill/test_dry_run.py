@@ -1,6 +1,5 @@
 """A dry run: memory from configs, and what a draft can gain from costs that are set by hand."""
 
-import dataclasses
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,36 +103,22 @@ def test_steps_are_timed_in_the_engine_that_the_run_ends_in(
     assert not (tmp_path / "run").exists()
 
 
-def pair_of(recipe, layers=0, fit_layers=0, decoded_here=False):
-    """The pair of configs without weights and tokenizers. layers, fit_layers: numbers of them."""
+def pair_of(recipe, layers=0, decoded_here=False):
+    """The pair of configs without weights and tokenizers. layers: their number."""
     target, draft = models.open_models(recipe)
     sibling, published = (None, draft) if recipe.sibling is None else (draft, None)
-    sizes = {"layers": range(layers), "fit_layers": range(fit_layers)}
     here = {"target": target, "draft": sibling or target, "published": published}
-    return SimpleNamespace(**here, **sizes, decoded_here=decoded_here)
+    return SimpleNamespace(**here, layers=range(layers), decoded_here=decoded_here)
 
 
-def test_hidden_states_need_disk(job, tmp_path, capsys):
+def test_hidden_states_need_disk(job, tmp_path):
     """Each of a 70B's states takes 16 KiB a token."""
-    target = str(CONFIGS / "Llama-3.1-70B-Instruct")
-    recipe = job(tmp_path, target=target, **PRUNED, answer_max_new_tokens=300)
-    recipe = dataclasses.replace(recipe, fit_tokens=59_800)
-    for layers in ((0, 0), (5, 0), (5, 2)):
-        pair = pair_of(recipe, *layers)
-        dry_run.print_memory(recipe, pair, 100, [[1] * 100] * 1000, answers_here=False)
-    shown = re.findall(r"disk of .*: ([\d.,]+) GiB needed", capsys.readouterr().out)
-    without, needed, fitted = map(float, shown)
-    states = 16 / 2**20 * 400
-    assert needed - without == pytest.approx(5 * 1000 * states, abs=0.2)
-    assert fitted - needed == pytest.approx(2 * 200 * states, abs=0.2)  # only for the first outputs
-
-
-@pytest.fixture
-def disk(monkeypatch):
-    """The bytes that are free on every disk: `disk.free`."""
-    usage = SimpleNamespace(free=0)
-    monkeypatch.setattr(dry_run.shutil, "disk_usage", lambda folder: usage)
-    return usage
+    recipe = job(tmp_path, target=str(CONFIGS / "Llama-3.1-70B-Instruct"), **PRUNED)
+    without, needed = (
+        dry_run.cache_bytes(recipe, pair_of(recipe, layers), [[1] * 100] * 1000, 300)
+        for layers in (0, 5)
+    )
+    assert needed - without == 5 * 1000 * 400 * 2**14
 
 
 @pytest.mark.parametrize(
@@ -169,7 +154,7 @@ def test_outputs_that_do_not_fit_on_the_disk_are_refused_before_one_is_generated
     with pytest.raises(UserError if refused else KeyboardInterrupt):
         run(job(tmp_path / "run", drafter="eagle3", **keys))
     assert answered.called != refused
-    assert ("Warning: the run writes" in capsys.readouterr().out) == warned
+    assert ("Warning: The run writes" in capsys.readouterr().out) == warned
     assert (tmp_path / "run").exists() != refused
 
 
@@ -206,7 +191,7 @@ def test_the_layers_of_a_draft_need_memory(job, tmp_path, monkeypatch, capsys, k
     monkeypatch.setattr(dry_run, "RUNTIME", 0)
     keys = PRUNED | keys | ({"draft": str(tmp_path / "draft")} if "draft" in keys else {})
     recipe = job(tmp_path, target=str(CONFIGS / "Llama-3.1-8B-Instruct"), **keys)
-    dry_run.print_memory(recipe, pair_of(recipe), 100, [[1]], answers_here=False)
+    dry_run.print_memory(recipe, pair_of(recipe), 100, answers_here=False)
     (needed,) = re.findall(r"memory.*: ([\d.,]+) GiB needed", capsys.readouterr().out)
     ends, layer = 2 * 128_256 * 4096, 218_112_000  # parameters
     assert float(needed) == pytest.approx(1.3 * 16 * (ends + layers * layer) / 2**30, rel=1e-2)
@@ -238,7 +223,7 @@ def test_what_eight_gpus_need(job, tmp_path, monkeypatch, capsys, changes, proce
     named = {key: str(CONFIGS / f"Llama-3.1-{b}B-Instruct") for key, b in PAIR.items()}
     recipe = job(tmp_path, **named | changes, use_cpu=False, dtype="bfloat16")
     pair = pair_of(recipe, decoded_here=not recipe.served)
-    dry_run.print_memory(recipe, pair, 100, [[1]] * 10, answers_here=True)
+    dry_run.print_memory(recipe, pair, 100, answers_here=True)
     (line,) = re.findall("memory of a GPU: .*", capsys.readouterr().out)
     assert f"{needed} GiB needed" in line
     assert ("TOO LITTLE" in line) == (needed > 79)
