@@ -126,7 +126,7 @@ def make_models(folder, tiny_llama):
             model.config.auto_map = {"AutoModel": "code.Draft"}
         model.save_pretrained(folder / name)
     keys = {"vocab_size": TOKENS, "eos_token_id": 0}
-    save_target(folder / "hybrid", "qwen3_next", spread=1, sure=24, **keys)
+    save_target(folder / "hybrid", "qwen3_next", seed=4, spread=1, sure=24, **keys)
     words.from_pretrained(folder / "target").save_pretrained(folder / "hybrid")
     backend = json.loads((folder / "target" / "tokenizer.json").read_text())
     vocabulary = backend["model"]["vocab"]
