@@ -229,17 +229,16 @@ class DraftTrainer:
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "tokens_per_second": self.trained / seconds,
             "waiting": (batches.waited - self.waited) / seconds,
-        } | _utilisation(self.accelerator.device)
+        }
         self.began, self.since, self.trained = time.perf_counter(), 0, 0
         self.waited = batches.waited
         self.loss.zero_()
         self.log_history.append({"step": self.step, **logged})
         self.accelerator.log(logged, step=self.step)
-        busy = f", GPU busy {logged['gpu']:.0%}" if "gpu" in logged else ""
         tqdm.write(
             f"step {self.step}: loss {logged['loss']:.3f}, learning rate "
             f"{logged['learning_rate']:.2g}, {logged['tokens_per_second']:,.0f} tokens/s, "
-            f"{logged['waiting']:.0%} waiting for data{busy}"
+            f"{logged['waiting']:.0%} waiting for data"
         )
         return logged["loss"]
 
@@ -353,14 +352,6 @@ def hollow_copy(model: Any) -> Any:
 def _steps(number: float, steps: int) -> int:
     """A number of steps, from a number or a share of all steps."""
     return int(number) if number >= 1 else math.ceil(number * steps)
-
-
-def _utilisation(device: torch.device) -> dict[str, float]:
-    """The share of time in which the GPU is busy, if nvidia-ml-py is installed."""
-    try:
-        return {"gpu": torch.cuda.utilization() / 100} if device.type == "cuda" else {}
-    except (ModuleNotFoundError, RuntimeError):
-        return {}
 
 
 def distil_draft(
