@@ -31,7 +31,7 @@ def give_loss_forward(model: PreTrainedModel, kind: DraftKind, divergence: Diver
 
     def forward(temperature: float | None = None, **inputs: Any) -> ModelOutput:
         batch = TrainingBatch(**{k: v for k, v in inputs.items() if k in TrainingBatch._fields})
-        if batch.top_logprobs.dtype == torch.int32:  # see the trainer's `_prepare_inputs`
+        if batch.top_logprobs.dtype == torch.int32:  # see `TrainingSet.batch`
             batch = batch._replace(top_logprobs=batch.top_logprobs.view(torch.float32))
         weight = whole(head.weight)
         if temperature is not None:

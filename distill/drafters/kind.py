@@ -150,7 +150,7 @@ class DraftKind:
         """The base draft that is made from the target, or read from `origin.published`. The head
         of a language model is trimmed when `load` reads it.
 
-        Its model is a PreTrainedModel, because trl, peft and FSDP save, load and wrap it. Since
+        Its model is a PreTrainedModel, because peft and FSDP wrap it. Since
         `origin.published` was trained, the target may have been fine-tuned. Raises UserError for a
         published draft of another target, or one that cannot be trained here.
         """

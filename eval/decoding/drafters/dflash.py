@@ -313,11 +313,19 @@ class DFlashDecoder(FusedDecoder):
         places = (positions[:, None] + offsets).flatten()
         behind = places[:, None] - torch.cat([context, places])
 
+        (cos, sin), end = self.angles[self.kinds[0]], seen.shape[1]
+        cos, sin = cos[places], sin[places]
+
+        def write(held: Tensor, values: Tensor) -> None:
+            held[:, :, cached:end] = values
+
         @functools.cache
         def step_of(window: int | None, causal: bool) -> Step:
             visible = seen if window is None else seen & (behind < window)
             visible = visible & (behind >= 0) if causal else visible
-            return self._block_step(places, visible.repeat(self.group, 1), cached)
+            mask = visible.repeat(self.group, 1)  # [heads / key heads * A * W, S]
+            attend = self._grouped(F.scaled_dot_product_attention, end, mask)
+            return Step(cos, sin, write, attend)
 
         x = F.embedding(tokens, self.embedding).to(self.dtype)
         depths = offsets.repeat(len(anchors))[None]
@@ -335,17 +343,6 @@ class DFlashDecoder(FusedDecoder):
     def selected(self, logits: Tensor, y: Tensor, before: Tensor) -> Tensor:
         """The logits [N, K] of slots with the head's inputs y [N, H] behind the tokens `before`."""
         return logits if self.selector is None else self.selector(logits, y, before)
-
-    def _block_step(self, places: Tensor, visible: Tensor, cached: int) -> Step:
-        """What layers share. visible: the attention's mask [heads / key heads * A * W, S]."""
-        cos, sin = (table[places] for table in self.angles[self.kinds[0]])
-        end = visible.shape[1]
-
-        def write(held: Tensor, values: Tensor) -> None:
-            held[:, :, cached:end] = values
-
-        attend = self._grouped(F.scaled_dot_product_attention, end, visible)
-        return Step(cos, sin, write, attend)
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,7 @@ from align.errors import UserError
 from align.files import read_json
 from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
 from eval.decoding.drafters.drafter import Drafter
-from eval.decoding.drafters.formats import DraftFormat, formats, published_format
+from eval.decoding.drafters.formats import formats, published_format
 from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
 from eval.decoding.drafters.sibling import sibling_drafter
 from eval.decoding.target import Target
@@ -43,19 +43,13 @@ def model_drafter(draft: Checkpoint, target: Target, strategy: str = "auto") -> 
         return sibling_drafter(draft, target, strategy)
     draft.fetch()
     draft.refuse_quantised()
-    refuse_longer(draft, kind, target)
-    drafter = kind.load(draft.folder, target)
-    drafter.path = draft.spec
-    return drafter
-
-
-def refuse_longer(draft: Checkpoint, kind: DraftFormat, target: Target) -> None:
-    """Raise UserError if engines stop drafting before the end of the target's longest text."""
-    positions = kind.positions(draft.config_json)
-    needed = target.decoder.context_length
-    if positions is not None and positions < needed:
+    positions, needed = kind.positions(draft.config_json), target.decoder.context_length
+    if positions is not None and positions < needed:  # where engines stop drafting
         raise UserError(
             f"{draft.spec} drafts up to position {positions}, but the longest prompt and its "
             f"output take {needed}; lower max_new_tokens or shorten the prompts, or raise "
             "max_position_embeddings in its config.json."
         )
+    drafter = kind.load(draft.folder, target)
+    drafter.path = draft.spec
+    return drafter

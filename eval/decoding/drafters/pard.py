@@ -27,11 +27,6 @@ class Pard(DraftFormat):
 FORMAT = Pard()
 
 
-def of_config(config: Any) -> dict[str, Any]:
-    """The mask's id and the longest draft, from a model's config, as fields of a PardDrafter."""
-    return {"mask": config.pard_token, "most": getattr(config, "pard_tokens", None)}
-
-
 @dataclass(kw_only=True)
 class PardDrafter(CausalLMDrafter):
     mask: int  # the mask's token id

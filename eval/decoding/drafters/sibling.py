@@ -18,7 +18,7 @@ from align.vocab_map import Retokenizer, build_map
 from align.vocabulary import Vocabulary
 from eval.decoding.build import build_decoder, longest_context
 from eval.decoding.drafters.causal_lm import CausalLMDrafter
-from eval.decoding.drafters.pard import PardDrafter, of_config
+from eval.decoding.drafters.pard import PardDrafter
 from eval.decoding.target import Target, model_bytes
 
 LONGER = 2  # a text has rarely more than this many times as many draft tokens as target tokens
@@ -96,5 +96,6 @@ def sibling_drafter(draft: Checkpoint, target: Target, strategy: str) -> CausalL
         return MapDrafter(target=target_vocab, draft=draft_vocab, **about)
     about["entries"] = None if head_size == shared else shared
     if hasattr(model.config, "pard_token"):
-        return PardDrafter(**of_config(model.config), **about)
+        longest = getattr(model.config, "pard_tokens", None)
+        return PardDrafter(mask=model.config.pard_token, most=longest, **about)
     return CausalLMDrafter(**about)
