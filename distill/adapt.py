@@ -467,8 +467,6 @@ def gated(
         reported["earlier"] = measured([*options, *prompts], reports / "earlier")
     for part, report in reported.items():
         report.provenance["removed"] = str(run)  # so no command may name it
-        for draft in report.drafts.values():
-            draft.heat_map = None  # outputs of users; the reports are kept
         write_report(reports / part / "report", report)
     status, reason = judged(on_recent, reported.get("earlier"), args.margin)
     if status != PUBLISHED:

@@ -151,31 +151,18 @@ def made_up_run(rng, prompt_id, alpha, gamma, blocks=10):
     )
 
 
-PIECES = (
-    "    |total| =| |0|\n|    |for| value| in| values|:|\n|"
-    "       | total| +=| value|  #| add| <up>|\n|    |return| total| /| len|(|values|)|\n"
-).split("|")
-
-
-def spell(token):
-    """The bytes of a made-up token id."""
-    return PIECES[token % len(PIECES)].encode()
+TOKENS = 30  # of an output
 
 
 def made_up_answers(prompts):
-    return [TargetOutput(str(i), [1, 2], [*range(len(PIECES))]) for i in range(prompts)]
+    return [TargetOutput(str(i), [1, 2], [*range(TOKENS)]) for i in range(prompts)]
 
 
 def made_up_agreement(rng, prompt_id, alpha):
     """At temperature 0."""
-    agreed = min(max(round(rng.gauss(alpha, 0.05) * len(PIECES)), 0), len(PIECES))
-    values = [1.0] * agreed + [0.0] * (len(PIECES) - agreed)
-    rng.shuffle(values)
-    guesses = [i if value else (i + 3) for i, value in enumerate(values)]
+    agreed = min(max(round(rng.gauss(alpha, 0.05) * TOKENS), 0), TOKENS)
     category = "even" if int(prompt_id) % 2 == 0 else "odd"
-    return Agreement(
-        prompt_id, category, float(agreed), len(PIECES), values, guesses, prompt_tokens=20
-    )
+    return Agreement(prompt_id, category, float(agreed), TOKENS, prompt_tokens=20)
 
 
 def made_up_measurement(name, alpha, prompts=40, **changes):
@@ -252,7 +239,6 @@ def run_info():
         about,
         over_stock_generate={"mean": 1.1, "ci95": [1.05, 1.15], "n": 40},
         answers=made_up_answers(50),
-        spell=spell,
     )
 
 

@@ -63,7 +63,7 @@ def measure_agreement(
     def measure(_: int, row: tuple[Prompt, list[int], list[int]], without: list[int]) -> list[Any]:
         prompt, ids, text = row
         about = prompt.id, prompt.category, 0.0, len(text)
-        agreements = [Agreement(*about, [], [], prompt.group, len(ids)) for _ in drafters]
+        agreements = [Agreement(*about, prompt.group, len(ids)) for _ in drafters]
         # A piece is read as the output to all text before it, because the logits of a long output
         # would fill the memory.
         for start in range(0, len(text), PIECE):
@@ -82,15 +82,7 @@ def measure_agreement(
                 if number not in without:
                     continue
                 q = drafter.teacher_forced(before, piece, decoding.draft_sampling, states)
-                highest, guesses = q.max(-1)
-                drafted = highest > 0  # q is all zero if nothing is proposed
-                if decoding.sampling.greedy:  # p and q are one-hot, so this is 0 or 1
-                    rates = p.gather(-1, guesses[:, None])[:, 0] * drafted
-                else:
-                    rates = agreement(p, q)
-                agreements[number].alpha_sum += float(rates.sum())
-                agreements[number].values += rates.tolist()
-                agreements[number].guesses += guesses.where(drafted, -1).tolist()
+                agreements[number].alpha_sum += float(agreement(p, q).sum())
         return [agreements[number] for number in without]
 
     rows = list(zip(prompts.prompts, prompts.ids, texts, strict=True))

@@ -91,7 +91,7 @@ def evaluate(
     )
     labels = _begin(journal, target, drafters, (evaluation, tuning), decoding, plan)
     sampling, seed = decoding.sampling, decoding.seed
-    spell, special = spelling(target)
+    spell, _ = spelling(target)
 
     def until(share: float, then: str, fewest: int = 1) -> Enough:
         """Ends a stage at this share of the plan's seconds, or half of a result later.
@@ -264,8 +264,6 @@ def evaluate(
             TargetOutput(prompt.id, ids, texts[number], prompt.group)
             for prompt, ids, number in zip(evaluation.prompts, evaluation.ids, order, strict=True)
         ],
-        spell=spell,
-        special=special,
     )
     return run, logs
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -50,16 +50,13 @@ class TargetOutput:
 class Agreement:
     """How far target and draft agree on one output, teacher-forced.
 
-    values: sum_x min(p, q) by position; at temperature 0, 1 if argmax p = argmax q, else 0.
-    alpha_sum: their sum. guesses: argmax q by position, as a target id; -1 if nothing is proposed.
+    alpha_sum: over positions, of sum_x min(p, q); at temperature 0, 1 if the argmaxes agree.
     """
 
     prompt_id: str
     category: str | None
     alpha_sum: float
     positions: int
-    values: list[float] = field(default_factory=list)
-    guesses: list[int] = field(default_factory=list)
     group: str | None = None
     prompt_tokens: int | None = None
 
@@ -114,11 +111,9 @@ class RunLog:
 
     about: the fields of the report that are not computed from logs. over_stock_generate: `Measured`
     tokens/s of the baseline / tokens/s of transformers' `generate`; None outside the reference
-    decoder. spell: returns the bytes of a token id. special: ids of special tokens.
+    decoder.
     """
 
     about: dict[str, Any]
     over_stock_generate: Any = None
     answers: list[TargetOutput] = field(default_factory=list)
-    spell: Callable[[int], bytes] = lambda token: b""
-    special: frozenset[int] = frozenset()

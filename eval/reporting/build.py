@@ -11,7 +11,6 @@ from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
 from eval.measuring import metrics
 from eval.measuring.copy_share import described
 from eval.measuring.cost import Payoff, StepCosts, payoff
-from eval.measuring.heat_map import heat_maps, telling_prompts
 from eval.measuring.intervals import Both, NothingToMeasure
 from eval.measuring.metrics import PromptSums, measured, prompt_table
 from eval.measuring.runs import DraftLog, RunLog
@@ -38,7 +37,6 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
         for draft in drafts
     }
     logs = {draft.name: draft for draft in drafts}
-    shown = telling_prompts(drafts[-1].agreement or [])
     fields = {
         **run.about,
         "schema": SCHEMA,
@@ -49,9 +47,7 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
             "over_stock_generate": run.over_stock_generate,
         },
         "answers": described(run.answers),
-        "drafts": {
-            draft.name: _draft_block(draft, tables[draft.name], run, shown) for draft in drafts
-        },
+        "drafts": {draft.name: _draft_block(draft, tables[draft.name], run) for draft in drafts},
         "gain": [
             _gain(logs[draft], logs[over], tables[draft], tables[over])
             for draft, over in compared(drafts)
@@ -95,10 +91,10 @@ def compared(drafts: Sequence[DraftLog]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _draft_block(log: DraftLog, table: Table, run: RunLog, shown: Sequence[str]) -> dict[str, Any]:
+def _draft_block(log: DraftLog, table: Table, run: RunLog) -> dict[str, Any]:
     """The fields of a `DraftReport`; a field without data is null and has a reason in `missing`."""
     missing, block = dict(log.missing), dict[str, Any]()
-    for field, number in _numbers(log, table, run, shown).items():
+    for field, number in _numbers(log, table, run).items():
         if field not in missing:
             try:
                 block[field] = number()
@@ -114,13 +110,11 @@ def _draft_block(log: DraftLog, table: Table, run: RunLog, shown: Sequence[str])
     }
 
 
-def _numbers(
-    log: DraftLog, table: Table, run: RunLog, shown: Sequence[str]
-) -> dict[str, Callable[[], Any]]:
+def _numbers(log: DraftLog, table: Table, run: RunLog) -> dict[str, Callable[[], Any]]:
     """A function for each field of a `DraftReport` that is computed.
 
     A new number needs a `Number` in eval/measuring/metrics.py, a field in fields.py, a line here
-    and a row in tables.py. shown: ids of the prompts of the heat map.
+    and a row in tables.py.
     """
     numbers: dict[str, Callable[[], Any]] = {
         "tau": lambda: measured(metrics.MEAN_ACCEPTANCE_LENGTH, table),
@@ -142,11 +136,8 @@ def _numbers(
         ),
         "by_category": lambda: metrics.by_category(table, log.started),
     }
-    if (agreement := log.agreement) is not None:
-        numbers |= {
-            "alpha": lambda: measured(metrics.ACCEPTANCE_RATE, table),
-            "heat_map": lambda: heat_maps(agreement, run, shown),
-        }
+    if log.agreement is not None:
+        numbers["alpha"] = lambda: measured(metrics.ACCEPTANCE_RATE, table)
     if (costs := log.costs) is not None:
         numbers |= {
             "costs": lambda: costs,

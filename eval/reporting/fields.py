@@ -16,7 +16,6 @@ from align.errors import UserError, abridged
 from eval.decoding.drafters import LOOKUP_FIRST
 from eval.measuring.copy_share import TargetOutputs
 from eval.measuring.cost import Payoff, StepCosts
-from eval.measuring.heat_map import HeatMap
 from eval.measuring.intervals import Both, Count, Measured, Part, Positive, Quantity, Share, Starts
 from eval.measuring.metrics import (
     CategoryNumbers,
@@ -212,9 +211,6 @@ class DraftReport(Part):
     lossless: Ledger
     sampled_check: SampledCheck | None = Field(None, description="null: greedy, or not read")
     by_category: dict[str, CategoryNumbers]
-    heat_map: list[HeatMap] | None = Field(
-        None, description="outputs, by token; null: of an engine"
-    )
     counters: Counters | None = Field(None, description="of a server")
     missing: list[Missing]
     per_prompt: list[PromptSums]
@@ -233,7 +229,7 @@ class DraftReport(Part):
     @model_validator(mode="after")
     def _null_has_a_reason(self) -> Self:
         explained = {"sha256", "gamma", "counters", "sampled_check", "predicted_with_prefill"}
-        explained |= {"context", "heat_map"}
+        explained |= {"context"}
         explained |= {entry.field for entry in self.missing}
         for name in type(self).model_fields:
             if getattr(self, name) is None and name not in explained:

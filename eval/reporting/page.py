@@ -22,7 +22,6 @@ from eval.reporting.tables import (
     missing_lines,
     result_table,
     shown,
-    visible,
 )
 from eval.reporting.verdict import in_order, label, times, top
 from eval.reporting.warnings import find_warnings
@@ -89,9 +88,8 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"shown": shown, "visible": visible, "times": times}
+    environment.filters |= {"shown": shown, "times": times}
     environment.globals |= {
-        "zip": zip,
         "SHORT": SHORT,
         "height": height,
         "WIDTH": WIDTH,
@@ -137,7 +135,6 @@ def render_page(report: Report) -> str:
             results=result_table(report),
             gains=gain_table(report),
             chart=acceptance_chart({label(each): report.drafts[each] for each in names}),
-            heat_map=draft.heat_map,
             details=details(report),
             missing=list(missing_lines(report)),
             definitions=DEFINITIONS,

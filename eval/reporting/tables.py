@@ -46,11 +46,6 @@ def shown(value: Measured | float) -> str:
     return format(value, ".2f")
 
 
-def visible(token: str) -> str:
-    """A token with visible white space."""
-    return token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·") or "∅"
-
-
 def prompts_text(value: Measured) -> str:
     """The number of prompts behind a number: `160`, or `160 in 20 groups`."""
     groups = value.clusters if value.clusters != value.n else None

@@ -37,7 +37,7 @@ def evidence(report: Report, note: str) -> str:
         kept = [point for point in curve.points if point.kept or not point.step]
         report = report.model_copy(update={"held_out": HeldOutCurve(points=kept)})
     for draft in report.drafts.values():
-        draft.per_prompt, draft.by_category, draft.heat_map = [], {}, None
+        draft.per_prompt, draft.by_category = [], {}
     fields = shortened(report.model_dump(mode="json", exclude_defaults=True))
     text = json.dumps({"note": note} | fields, indent=1)
     text = re.sub(r"\[\s+([^][{}\"]+?)\s+\]", lambda numbers: " ".join(numbers[0].split()), text)

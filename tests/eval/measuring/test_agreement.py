@@ -1,6 +1,7 @@
 """alpha, on tiny models whose answers are known."""
 
 import dataclasses
+from operator import eq
 
 import pytest
 import torch
@@ -44,9 +45,7 @@ def test_alpha_is_one_for_the_target_itself_and_counts_agreeing_positions(
             context = torch.tensor([ids + text[:at]])
             logits = other.decoder.forward(context, 0, other.decoder.new_cache(1, 100))[0, -1]
             guesses.append(int(logits.argmax()))
-        assert row.guesses == guesses
         agreed = [guess == token for guess, token in zip(guesses, text, strict=True)]
-        assert [value == 1 for value in row.values] == agreed
         assert (row.alpha_sum, row.positions) == (sum(agreed), 20)
 
 
@@ -96,8 +95,7 @@ def test_where_nothing_is_drafted_nothing_is_accepted(target, journal):
     found = measure_agreement(target, drafters, prompts, texts, GREEDY, journal)
     undrafted = 0
     for row, before, text in zip(found["n-gram"], ids, texts, strict=True):
-        positions, _ = looked_up(before, text, NEVER)
-        for at in {*range(len(text))} - {*positions}:
-            assert (row.values[at], row.guesses[at]) == (0, -1)
-            undrafted += text[at] == 0
+        positions, drafted = looked_up(before, text, NEVER)
+        assert row.alpha_sum == sum(map(eq, (text[at] for at in positions), drafted))
+        undrafted += sum(text[at] == 0 for at in {*range(len(text))} - {*positions})
     assert undrafted > 0

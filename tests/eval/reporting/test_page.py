@@ -66,16 +66,14 @@ def test_it_needs_nothing_else(sample_report):
 
 
 def test_text_of_the_report_is_escaped(run_info, measurement):
-    """Names, tokens in the text, and tokens in tooltips."""
     evil = "\"><script>alert('x')</script>& `a`|b\n\n![c](d)*"
     about = run_info.about | {"target": evil, "provenance": {"command": evil}}
-    info = dataclasses.replace(run_info, about=about, spell=lambda token: evil.encode())
+    info = dataclasses.replace(run_info, about=about)
     report = build_report(info, [measurement(evil, 0.6)])
     page = render_page(report)
     outline = Outline(page)
     assert "script" not in outline.tags
     assert " ".join(evil.split()) in outline.text
-    assert "drafted: &#34;&gt;&lt;script&gt;alert" in page
     markdown = [line for line in render_markdown(report).splitlines() if line[:4] != "    "]
     assert not re.search(r"(?<!\\)(<script|`a|\]\()", "\n".join(markdown[:-1]))
 
@@ -98,13 +96,6 @@ def test_the_distilled_draft_has_the_accent(run_info, measurement):
     page = render_page(build_report(run_info, drafts))
     legend = re.search(r'--c:var\((--s\d)\)"></i>distilled draft<', page)
     assert legend[1] == "--s0"
-
-
-def test_the_heat_map_marks_exactly_the_rejected_tokens(sample_report):
-    page = render_page(sample_report)
-    texts = sample_report.drafts["tuned"].heat_map
-    rejected = sum(value == 0 for text in texts for value in text.values)
-    assert page.count('<span class="h0" title="0% accepted') == rejected > 0
 
 
 @pytest.mark.parametrize("drafts", [1, 3, 6])

@@ -150,7 +150,7 @@ def test_every_field_of_the_contract_is_there_and_needed(data, read):
         ("drafts.tuned.alpha.n", 0, "alpha.n"),
         ("drafts.tuned.per_position", [], "per_position"),
         ("drafts.tuned.c", None, "c is null"),
-        ("drafts.tuned.heat_map.0.prompt", 3, r"heat_map\[0\].prompt"),
+        ("drafts.tuned.per_prompt.0.id", 3, r"per_prompt\[0\].id"),
         ("drafts", {}, "drafts"),
     ],
 )
@@ -178,7 +178,7 @@ def test_evidence_of_a_report_is_read_as_a_report(sample_report, tmp_path):
     short = read_report(tmp_path / "short.json")
     assert verdict(short) == verdict(sample_report)
     assert short.drafts["tuned"].lossless == sample_report.drafts["tuned"].lossless
-    assert (short.drafts["tuned"].per_prompt, short.drafts["tuned"].heat_map) == ([], None)
+    assert short.drafts["tuned"].per_prompt == []
 
 
 def test_absent_and_cut_off_reports_are_refused(data, tmp_path):
@@ -243,14 +243,6 @@ def test_the_measured_interval_decides_whether_a_draft_pays(
     low, high = draft.speedup.ci95
     assert draft.payoff.verdict == verdict
     assert (low > 1, high < 1) == (verdict == "pays", verdict.endswith("not pay"))
-
-
-def test_heat_maps_of_all_drafts_show_the_same_responses(sample_report):
-    shown = [[text.prompt for text in draft.heat_map] for draft in sample_report.drafts.values()]
-    assert shown[0] == shown[1]
-    alphas = [text.alpha for text in sample_report.drafts["tuned"].heat_map]
-    assert len(alphas) == 3
-    assert alphas == sorted(alphas)
 
 
 def test_the_waterfall_counts_one_cost_after_the_other(sample_report):
