@@ -679,7 +679,7 @@ def test_too_few_prompts_give_no_verdict(run_info, measurement):
     report = build_report(run_info, logs)
     assert recommended(report) is None
     assert verdict(report).startswith("No verdict: 9 prompts")
-    assert set(codes(report)) == {"few-drafts"}  # tables carry their own note
+    assert codes(report) == []  # tables carry their own note
     notes = [table.note for table in [result_table(report), *details(report)] if table.note]
     assert sum("fewer than 10" in note for note in notes) >= 2
 
@@ -697,7 +697,6 @@ def test_too_few_prompts_give_no_verdict(run_info, measurement):
         ("eager", [], ["target"], "no-graphs"),
         ("drafts.tuned.decode_efficiency.mean", 0.98, 0.96, "overhead"),
         ("drafts.tuned.decode_efficiency.mean", 1.01, 1.03, "slow-steps"),
-        ("drafts.tuned.per_position.0.drafts", 300, 299, "few-drafts"),
         ("drafts.tuned.speedup.ci95", [1.1, 1.2], [0.9, 1.2], "no-effect"),
         ("drafts.tuned.speedup.ci95", [1.1, 1.2], [0.8, 0.9], "slower"),
         ("drafts.tuned.missing", [], [{"field": "prompts", "reason": "it failed"}], "partial"),
@@ -716,9 +715,6 @@ def test_warnings(run_info, measurement, read, path, below, above, code):
 
 
 def test_gains_that_are_not_shown_are_warned_about(run_info, measurement):
-    again = dataclasses.replace(measurement("tuned", 0.6), name="again")
-    report = build_report(run_info, [measurement("tuned", 0.6), again])
-    assert codes(report) == ["no-acceptance-gain"]
     ngram = measurement("lookup", 0.6, path="prompt-lookup")
     weak = build_report(run_info, [ngram, measurement("tuned", 0.3)])
     assert "not-over-ngram" in codes(weak)
