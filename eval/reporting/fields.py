@@ -229,8 +229,7 @@ class DraftReport(Part):
     @model_validator(mode="after")
     def _null_has_a_reason(self) -> Self:
         explained = {"sha256", "gamma", "counters", "sampled_check", "predicted_with_prefill"}
-        explained |= {"context"}
-        explained |= {entry.field for entry in self.missing}
+        explained |= {"context", *(entry.field for entry in self.missing)}
         for name in type(self).model_fields:
             if getattr(self, name) is None and name not in explained:
                 raise ValueError(f"{name} is null, and `missing` does not say why")
