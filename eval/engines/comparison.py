@@ -210,11 +210,7 @@ class Comparison:
         )
 
     def report(
-        self,
-        logs: Sequence[DraftLog],
-        rule: str,
-        stop_tokens: int | None,
-        **facts: Any,
+        self, logs: Sequence[DraftLog], rule: str, stop_tokens: int | None, **facts: Any
     ) -> Report:
         """The report of these logs; provenance.failures names drafts that failed, with the reason.
 
@@ -423,16 +419,15 @@ class Comparison:
         # a divergence that is not judged is judged by the next process
         if self.task.journal and (kind != DIVERGENCES or result["judged"]):
             key = self._key(contender, kind, number)
-            self.task.journal.add(_stage(contender, kind), [key, result])
+            self.task.journal.add(f"{kind} of {contender.name or 'target'}", [key, result])
 
     def _resume(self, journal: Journal, tasks: set[Work]) -> None:
         """Take the results that the journal has of these contenders, tasks and settings."""
         journal.begin("results by contender, stage and prompt")
         every = tasks | {(kind, i) for kind in (DIVERGENCES, LOGPROBS) for i in range(self.count)}
         for contender in self.contenders:
-            values = {
-                kind: dict(journal.results.get(_stage(contender, kind), [])) for kind in KINDS
-            }
+            stages = {kind: f"{kind} of {contender.name or 'target'}" for kind in KINDS}
+            values = {kind: dict(journal.results.get(stages[kind], [])) for kind in KINDS}
             for kind, number in sorted(every - {(JUDGE, 0)}):
                 if (key := self._key(contender, kind, number)) in values[kind]:
                     result = KINDS[kind].validate_python(values[kind][key])
@@ -451,7 +446,3 @@ class Comparison:
         settings = asdict(self.decoding) | {"stops": sorted(self.decoding.stops)}
         about += [settings, [asdict(self.prompts[i]) for i in prompts]]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
-
-
-def _stage(contender: Contender, kind: str) -> str:
-    return f"{kind} of {contender.name or 'target'}"
