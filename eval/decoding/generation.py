@@ -15,7 +15,6 @@ from eval.decoding.forward import PIECE, Decoder, HiddenStates, in_pieces
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import argmax, inverse_cdf, warp
 
-SLACK = 32  # free slots: few, as steps read all slots; not none, as resizing copies the cache
 SHORT = PIECE // 2  # prompts of up to so many tokens run in as many rows as asked for
 PREFILL_ROWS = 4  # prompts of up to PIECE tokens that one forward reads, so weights are read once
 
@@ -129,7 +128,8 @@ def _generate(
     sampling, capture, layers = decoding.sampling, kept.capture, kept.layers
     queue = prefill_groups(prompts)
     longest = len(prompts[0])
-    cache = target.new_cache(rows, longest + SLACK)
+    # a forward reads only the slots in use; resizing on the way would fragment the memory
+    cache = target.new_cache(rows, longest + decoding.max_new_tokens)
     prefilled = target.new_cache(1 if longest > PIECE else PREFILL_ROWS, longest)
     waiting: list[int] = []  # prompts in the rows of `prefilled`
     in_prompts: dict[int, list[tuple[Tensor, ...]]] = {}  # what was captured of these prompts
@@ -145,9 +145,7 @@ def _generate(
     def admit(row: int) -> Generated | None:
         """Give the row the next prompt, cached except its last token; None if no prompt is left."""
         if not waiting and queue:
-            # the last one is taken first: a row's next prompt is never longer than its former one,
-            # so it fits into a cache that has shrunk meanwhile
-            waiting[:] = queue.pop(0)[::-1]
+            waiting[:] = queue.pop(0)
             width = max(len(prompts[i]) for i in waiting) - 1
             if width > 0:
                 # the padding of a head is overwritten before any step reads it
@@ -181,9 +179,6 @@ def _generate(
     for row in range(rows):
         running.append(admit(row))
     while any(running):
-        needed = int(positions.max()) + 1
-        if not needed <= cache.slots <= needed + 2 * SLACK:
-            cache = cache.resized(needed + SLACK)
         states = dict.fromkeys(layers)
         logits = target.forward(tokens[:, None], positions, cache, states=states)[:, -1]
         on_host = _on_host(states) if layers else None
