@@ -32,7 +32,7 @@ from distill.recipe import Recipe
 from distill.teacher.answers import AnsweringTarget, to_answer
 from distill.teacher.started_vllm import answering_target
 from distill.teacher.store import Answers, bytes_per_token
-from eval.decoding.generation import SHORT
+from eval.decoding.forward import PIECE
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
 from eval.engines.forecast import forecast_gains, print_gains
@@ -160,7 +160,7 @@ def print_memory(recipe: Recipe, pair: Pair, longest: int, answers_here: bool) -
     heads = getattr(target, "num_key_value_heads", None) or target.num_attention_heads
     kv = 2 * size * target.num_hidden_layers * heads * head_size
     new = recipe.answer_max_new_tokens
-    tokens = max(recipe.answer_batch_size * (min(longest, SHORT) + new), longest + new)
+    tokens = max(recipe.answer_batch_size * (min(longest, PIECE) + new), longest + new)
     shards = PartialState().num_processes if parse_flag_from_env("ACCELERATE_USE_FSDP") else 1
     spread = torch.cuda.device_count() if recipe.device_map == "auto" else 1
     frozen = recipe.use_peft or recipe.kind.adapter

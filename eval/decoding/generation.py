@@ -15,7 +15,6 @@ from eval.decoding.forward import PIECE, Decoder, HiddenStates, in_pieces
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import argmax, inverse_cdf, warp
 
-SHORT = PIECE // 2  # prompts of up to so many tokens run in as many rows as asked for
 PREFILL_ROWS = 4  # prompts of up to PIECE tokens that one forward reads, so weights are read once
 
 
@@ -56,14 +55,14 @@ def prefill_groups(prompts: Sequence[list[int]]) -> list[list[int]]:
 def rows_at_once(batch_size: int, prompt: int, new: int) -> int:
     """The number of rows that run together: batch_size, or fewer to keep the cache from growing.
 
-    prompt: tokens of the longest prompt; above SHORT, rows are fewer. new: tokens of an output.
+    prompt: tokens of the longest prompt; above PIECE, rows are fewer. new: tokens of an output.
     """
-    return max(1, batch_size * (SHORT + new) // (_bucket(prompt) + new))
+    return max(1, batch_size * (PIECE + new) // (_bucket(prompt) + new))
 
 
 def _bucket(prompt: int) -> int:
-    """The number of tokens, rounded up to SHORT times a power of two."""
-    return SHORT << max(0, -(-prompt // SHORT) - 1).bit_length()
+    """The number of tokens, rounded up to PIECE times a power of two."""
+    return PIECE << max(0, -(-prompt // PIECE) - 1).bit_length()
 
 
 class Kept(NamedTuple):
@@ -94,7 +93,7 @@ def generate_batched(
     """Yields the outputs in the order in which they end. prompts: token ids, none of them empty.
 
     When an output ends, the next prompt takes its row, so that no step is spent on finished rows.
-    Prompts longer than SHORT run separately from shorter ones, in fewer rows (`rows_at_once`).
+    Prompts longer than PIECE run separately from shorter ones, in fewer rows (`rows_at_once`).
     seeds: one per prompt; all random numbers of its output come from its seed. Every step has the
     same number of rows, and prompts are read in `prefill_groups`. Therefore an output's bits depend
     only on the prompts that are read with its prompt, and on the numbers of rows and slots.
@@ -128,7 +127,7 @@ def _generate(
     sampling, capture, layers = decoding.sampling, kept.capture, kept.layers
     queue = prefill_groups(prompts)
     longest = len(prompts[0])
-    # a forward reads only the slots in use; resizing on the way would fragment the memory
+    # a forward reads only the slots in use, so a large cache costs no time
     cache = target.new_cache(rows, longest + decoding.max_new_tokens)
     prefilled = target.new_cache(1 if longest > PIECE else PREFILL_ROWS, longest)
     waiting: list[int] = []  # prompts in the rows of `prefilled`

@@ -99,7 +99,6 @@ def test_long_prompts_are_answered_fewer_at_once_and_read_in_pieces(target, rows
     whole = answered()
     for module in (forward, generation):
         monkeypatch.setattr(module, "PIECE", 8)
-    monkeypatch.setattr(generation, "SHORT", 8)
     assert [rows_at_once(4, n, 6) for n in (1, 8, 9, 16, 17, 40, 100)] == [4, 4, 2, 2, 1, 1, 1]
     asked, widths, new_cache, run = [], [], target.new_cache, target.forward
     monkeypatch.setattr(target, "new_cache", lambda *a: asked.append(a) or new_cache(*a))
