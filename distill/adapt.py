@@ -21,9 +21,7 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import argparse
 import json
-import math
 import os
 import re
 import shlex
@@ -37,13 +35,14 @@ from _thread import interrupt_main
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 from filelock import FileLock, Timeout
-from scipy.special import stdtrit
+from pydantic import BeforeValidator
 
+from align import command_line
 from align.checkpoint import Checkpoint, weights_sha256
+from align.command_line import INTERRUPTED, BelowOne, NotNegative, Options, Positive, option
 from align.errors import UserError
 from align.files import (
     atomic_folder,
@@ -55,6 +54,7 @@ from align.files import (
 )
 from distill import train
 from distill.card import Publication, derived_licence, draft_weights
+from distill.gate import FAILED, NOTHING, PUBLISHED, REFUSED, gained, judged, undecided
 from distill.models import too_large
 from distill.publish import check_files, copy_draft, unmet_conditions
 from distill.recipe import Recipe, build_recipe, load_recipe, read_yaml, yaml_text
@@ -72,21 +72,13 @@ from distill.traffic import (
 from distill.training_config import CONTINUED, usual_rate
 from eval import run as evaluation
 from eval.decoding.drafters.formats import published_format
-from eval.measuring.journal import INTERRUPTED
 from eval.prompts import load_prompts
-from eval.reporting.fields import ONE_AT_A_TIME, REFERENCE, Load, Report, read_report
+from eval.reporting.fields import Report, read_report
 from eval.reporting.files import write_report
-from eval.reporting.traffic import Estimate
 
-PUBLISHED, REFUSED, FAILED, NOTHING = range(4)  # exit statuses
 VERDICTS = ("published", "refused", "failed", "nothing to gain")
 HOME, STATE = "adapt", "state.json"  # the loop's folder in a run's folder, and its state
 FIRST = "run"  # name of the run's own draft
-# Share of calls that may publish a draft that is not faster: 1 in 100 series of 20 weekly calls
-FALSE_PUBLICATIONS = 0.01 / 20
-# Share of a speed-up by which a server start may change it (docs/lab-notes.md), if the intervals
-# do not cover starts.
-SERVER_START = 0.05
 EVALUATED = 200  # most new prompts on which acceptance is measured, unless the recipe has a number
 WATCHED_EVERY = 5.0  # seconds between two measurements of the disk space
 # Recipe keys that go over from the run; the others are about its data, its length or its base draft
@@ -100,6 +92,48 @@ KEPT = """
     save_strategy adam_epsilon adam_beta1 adam_beta2 optim lr_scheduler_type use_cpu bf16 fp16 tf32
     disable_tqdm report_to
 """.split()
+
+
+Words = Annotated[Sequence[str], BeforeValidator(shlex.split)]
+
+
+@dataclass(frozen=True)
+class AdaptOptions(Options):
+    run: Path = option("output folder of a finished training run", positional=True, metavar="RUN")
+    traffic: str = option(
+        "logged rows (docs/serving.md): a .jsonl or .jsonl.gz file, or a folder of them",
+        "",
+        group="one of these",
+        one_of=True,
+        metavar="PATH",
+    )
+    rollback: bool = option("serve the draft again that was served before the last", False)
+    resume: bool = option("let drafts be published again after --rollback", False)
+    delete: bool = option("delete all that is stored: rows, reports and drafts", False)
+    redact: Sequence[re.Pattern[str]] = option(
+        "regular expression; rows in which it is found are dropped; repeatable",
+        (),
+        group="the loop",
+        metavar="REGEX",
+    )
+    days: NotNegative = option("rows and reports are kept that long", 30)
+    old_share: BelowOne = option(
+        "share of rows that earlier drafts were trained on, against forgetting", 0.3
+    )
+    margin: float = option("share of the speed-up on the run's prompts that may be lost", 0.1)
+    disk_gib: Positive = option("most GiB of RUN/adapt", 50)
+    train: Words = option(
+        'recipe keys of the training, as "--minutes 15 --learning_rate 1e-4"', (), metavar="ARGS"
+    )
+    gate: Words = option(
+        'options of eval.run for the gate, as "--engine vllm --gamma 4"', (), metavar="ARGS"
+    )
+    check: bool = option("read rows and options, store nothing, and stop", False)
+    json: bool = option("print the result as a JSON object in the last line", False)
+
+    def refusals(self) -> Iterator[str]:
+        if not self.run.is_dir():
+            yield f"{self.run} is not a folder; give the output folder of a finished run"
 
 
 @contextmanager
@@ -127,110 +161,6 @@ def disk_cap(folder: Path, gib: float) -> Iterator[None]:
                 f"{folder} has become larger than {gib:g} GiB, so the call was ended. Raise "
                 "--disk_gib, or lower --days, max_train_prompts or save_total_limit."
             )
-
-
-def lower_bound(recent: Sequence[Report]) -> float:
-    """The speed-up of the new draft minus that of the served one, at least.
-
-    recent: of evaluations on the same prompts, which differ by their servers' starts. One-sided, at
-    the level FALSE_PUBLICATIONS, as `measure` adds half-widths over prompts and over starts. Raises
-    NotComparable if a report has too few prompts for an interval.
-    """
-    speedups = [report.stated_speedup(report.gain[0]) for report in recent]
-    freedom, starts = Estimate.of(speedups[0], 0).freedom, recent[0].starts
-    over_starts = [speedup.over_starts or 0.0 for speedup in speedups]
-    # the same prompts again leave the error over prompts as it is
-    over_prompts = fmean(
-        math.sqrt(max((speedup.bounds[1] - speedup.mean) ** 2 - half**2, 0.0))
-        for speedup, half in zip(speedups, over_starts, strict=True)
-    )
-    parts = [(over_prompts, freedom, 1)]
-    if starts:
-        parts.append((math.hypot(*over_starts) / len(recent), starts.freedom, len(recent)))
-    halves = [
-        half * float(stdtrit(freedom * times, FALSE_PUBLICATIONS) / stdtrit(freedom, 0.975))
-        for half, freedom, times in parts
-    ]
-    return fmean(speedup.mean for speedup in speedups) - math.hypot(*halves) - start(recent[0])
-
-
-def undecided(recent: Report) -> bool:
-    """Whether further starts of the servers may show the gain.
-
-    Two starts leave so few degrees of freedom that a gain of 0.2 is shown in 1 of 10 calls if a
-    server's speed differs by 3% between starts, and with four in 7 of 10. A draft that is not
-    faster is still published in 1 of 2,000 calls at most (docs/lab-notes.md).
-    """
-    shown = recent.stated_speedup(recent.gain[0]).bounds[0] > 0
-    return recent.starts is not None and shown and lower_bound([recent]) <= 0
-
-
-def start(report: Report) -> float:
-    """What a server start may change in the served draft's speed-up, besides the intervals."""
-    if report.engine == REFERENCE or report.starts:
-        return 0.0
-    return SERVER_START * report.stated_speedup(report.drafts[report.gain[0].over]).mean
-
-
-def gained(recent: Sequence[Report]) -> tuple[bool, str]:
-    """Whether the new draft is shown to be faster on the newest day, and its gain as text.
-
-    recent: as in `judged`. Raises NotComparable for too few prompts.
-    """
-    newest, low = recent[-1], lower_bound(recent)
-    gain = newest.gain[0]
-    more = newest.stated_speedup(gain)
-    new = newest.stated_speedup(newest.drafts[gain.draft])
-    text = f"speed-up {more:+.2f} to {new:.2f} on the newest day, at least {low:+.2f}"
-    return low > 0, text
-
-
-def judged(recent: Sequence[Report], earlier: Report | None, margin: float) -> tuple[int, str]:
-    """The gate: an exit status and its reason.
-
-    recent, earlier: the first `gain` of each is the new draft over the served one, on the newest
-    day of traffic (of one or two evaluations) and on the run's evaluation prompts, which are
-    measured if the new draft has `gained`. margin: share of the served draft's speed-up that may
-    be lost on the earlier prompts. Raises NotComparable for too few prompts.
-    """
-    faster, shown = gained(recent)
-    if not faster or earlier is None:
-        return NOTHING, f"no gain is shown: {shown}."
-    gain = recent[-1].gain[0]
-    new = recent[-1].stated_speedup(recent[-1].drafts[gain.draft])
-    on_recent = [(report, "the newest day") for report in recent]
-    for report, prompts in (*on_recent, (earlier, "the earlier prompts")):
-        if gain.draft in report.broken:
-            return REFUSED, f"the new draft changes the target's outputs on {prompts}."
-        for load, loss in losses(report).items():
-            if loss > margin and (load != ONE_AT_A_TIME or report is earlier):
-                return REFUSED, (
-                    f"on {prompts}, with {load}, the new draft may lose {loss:.0%} of the served "
-                    f"draft's speed-up, more than --margin {margin:g} allows ({shown})."
-                )
-    change = earlier.stated_speedup(earlier.gain[0])
-    slower = "" if new.bounds[0] > 1 else " There no draft is shown to be faster than none."
-    return PUBLISHED, f"{shown}; on the earlier prompts {change:+.2f}.{slower}"
-
-
-def losses(report: Report) -> dict[Load, float]:
-    """The share of the served draft's speed-up that the new one may lose, at most, by load.
-
-    One request at a time is compared prompt by prompt. At other loads the two intervals are added
-    as if they were independent, which is too wide, because the requests are the same.
-    """
-    gain = report.gain[0]
-    new, served = (report.speedups(name) for name in (gain.draft, gain.over))
-    most = {
-        load: served[load].mean
-        - new[load].mean
-        + math.hypot(
-            new[load].mean - new[load].bounds[0], served[load].bounds[1] - served[load].mean
-        )
-        for load in new
-    }
-    most[ONE_AT_A_TIME] = -report.stated_speedup(gain).bounds[0]
-    return {load: (start(report) + loss) / served[load].mean for load, loss in most.items()}
 
 
 @dataclass
@@ -285,7 +215,7 @@ def tidy(home: Path, oldest: float) -> None:
         remove(path)
 
 
-def adapt(args: argparse.Namespace, about: dict[str, Any]) -> tuple[int, str]:
+def adapt(args: AdaptOptions, about: dict[str, Any]) -> tuple[int, str]:
     """One call of the loop; the caller holds the lock. Returns an exit status and its reason.
 
     about: gets the counts of rows and the name of the served draft.
@@ -335,11 +265,11 @@ def adapt(args: argparse.Namespace, about: dict[str, Any]) -> tuple[int, str]:
 
 
 def select(
-    args: argparse.Namespace, state: State, served: str, now: float, about: dict[str, Any]
+    args: AdaptOptions, state: State, served: str, now: float, about: dict[str, Any]
 ) -> Split:
     """The rows of this call. The rows of the last days are kept in `rows.jsonl`."""
     path = args.run / HOME / "rows.jsonl"
-    rows, left_out = read_traffic(args.traffic)
+    rows, left_out = read_traffic(Path(args.traffic))
     evaluated = load_prompts(str(args.run / "prompts" / "eval.jsonl"))
     limit = read_yaml(args.run / "recipe.yaml")["max_train_prompts"]
     rows += stored_rows(path)
@@ -352,7 +282,7 @@ def select(
     return split(kept, rows_of(args.run), state.until, trained, args.old_share)
 
 
-def training_recipe(args: argparse.Namespace, served: Path, work: Path) -> Recipe:
+def training_recipe(args: AdaptOptions, served: Path, work: Path) -> Recipe:
     """The recipe of the run in `work` that continues from the served draft."""
     run = read_yaml(args.run / "recipe.yaml")
     values = {key: run[key] for key in KEPT if key in run}
@@ -383,7 +313,7 @@ def training_recipe(args: argparse.Namespace, served: Path, work: Path) -> Recip
     return recipe
 
 
-def refuse_gate(args: argparse.Namespace, recipe: Recipe, served: Path) -> None:
+def refuse_gate(args: AdaptOptions, recipe: Recipe, served: Path) -> None:
     """Raise UserError for options of --gate that fail, or judge something else, after training."""
     options = gate_options(args, recipe, args.run, served, served)
     try:
@@ -407,7 +337,7 @@ def refuse_gate(args: argparse.Namespace, recipe: Recipe, served: Path) -> None:
 
 
 def gate_options(
-    args: argparse.Namespace, recipe: Recipe, run: Path, served: Path, new: Path
+    args: AdaptOptions, recipe: Recipe, run: Path, served: Path, new: Path
 ) -> list[str]:
     """The options of eval.run for the settings of a run, to compare the new draft."""
     options = ["--run", str(run), "--draft", f"untuned={served}", "--draft", f"tuned={new}"]
@@ -443,7 +373,7 @@ def refuse_uncomputed(recipe: Recipe, served: Path, in_engine: bool) -> None:
 
 
 def gated(
-    args: argparse.Namespace, recipe: Recipe, served: Path, reports: Path, place: Path
+    args: AdaptOptions, recipe: Recipe, served: Path, reports: Path, place: Path
 ) -> tuple[int, str]:
     """Compare the run's draft with the served one; copy it to `place` if it passes the gate.
 
@@ -517,55 +447,13 @@ def hold(home: Path, held: bool) -> None:
     replace(State.read(home), held=held).write(home)
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    about = __doc__.split("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m distill.adapt", description=about)
-    add, task = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
-    add("run", type=Path, metavar="RUN", help="output folder of a finished training run")
-    rows = "logged rows (docs/serving.md): a .jsonl or .jsonl.gz file, or a folder of them"
-    task.add_argument("--traffic", type=Path, metavar="PATH", help=rows)
-    earlier = "serve the draft again that was served before the last publication"
-    task.add_argument("--rollback", action="store_true", help=earlier)
-    further = "let drafts be published again after --rollback"
-    task.add_argument("--resume", action="store_true", help=further)
-    everything = "delete all that this command has stored: rows, reports and drafts"
-    task.add_argument("--delete", action="store_true", help=everything)
-    hit = "regular expression; rows in which it is found are dropped; repeatable"
-    add("--redact", type=_pattern, action="append", default=[], metavar="REGEX", help=hit)
-    add("--days", type=float, default=30, help="rows and reports are kept that long (%(default)s)")
-    share = "share of rows that earlier drafts were trained on, against forgetting (%(default)s)"
-    add("--old_share", type=float, default=0.3, help=share)
-    loss = "share of the speed-up on the run's prompts that may be lost (%(default)s)"
-    add("--margin", type=float, default=0.1, help=loss)
-    add("--disk_gib", type=float, default=50, help="most GiB of RUN/adapt (%(default)s)")
-    keys = 'recipe keys of the training, as "--minutes 15 --learning_rate 1e-4"'
-    add("--train", type=shlex.split, default=[], metavar="ARGS", help=keys)
-    options = 'options of eval.run for the gate, as "--engine vllm --gamma 4"'
-    add("--gate", type=shlex.split, default=[], metavar="ARGS", help=options)
-    add("--check", action="store_true", help="read rows and options, store nothing, and stop")
-    add("--json", action="store_true", help="print the result as a JSON object in the last line")
-    args = parser.parse_args(argv)
-    if not 0 <= args.old_share < 1:
-        parser.error(f"--old_share is {args.old_share}; give a share below 1")
-    if not args.run.is_dir():
-        parser.error(f"{args.run} is not a folder; give the output folder of a finished run")
-    return args
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression ({error})") from None
-
-
 def main(argv: list[str]) -> int:
-    args = parse(argv)
+    args = command_line.parse(AdaptOptions, "python -m distill.adapt", __doc__, argv)
     home, about = args.run / HOME, dict[str, Any]()
     try:
         with FileLock(args.run / ".adapt.lock", blocking=False):
             status, reason = PUBLISHED, "as asked"
-            if args.traffic is not None:
+            if args.traffic:
                 status, reason = adapt(args, about)
             elif args.rollback:
                 reason = rollback(home)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from align.checkpoint import Checkpoint, refuse_damaged, weights_sha256
+from align.command_line import INTERRUPTED
 from align.files import read_json, write_json
 from align.machine import free_memory
 from distill.card import USUAL_GAMMA, write_card
@@ -33,7 +34,7 @@ from eval.engines.local_vllm import EngineMissing, speculation, vllm_python
 from eval.measuring.evaluation import Plan
 from eval.measuring.evaluation import evaluate as measure_here
 from eval.measuring.intervals import around, measure, ratio
-from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
+from eval.measuring.journal import JOURNAL, Journal
 from eval.measuring.runs import DraftLog, RunLog
 from eval.reporting.build import build_report
 from eval.reporting.fields import Report, ReportError, read_report

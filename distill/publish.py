@@ -21,14 +21,16 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import argparse
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HTTPError
 
+from align import command_line
 from align.checkpoint import Checkpoint, refuse_damaged, weights_sha256
+from align.command_line import Options, option
 from align.errors import UserError
 from align.files import atomic_folder, read_json, refuse_unwritable
 from distill.card import TAG, Publication, derived_licence, draft_weights, in_one_file, write_card
@@ -216,33 +218,29 @@ def push_folder(folder: Path, repo_id: str, public: bool) -> str:
     return str(address)
 
 
-def main(argv: list[str] | None = None) -> None:
-    about = "Publish the draft of a finished run."
-    parser = argparse.ArgumentParser(prog="python -m distill.publish", description=about)
-    add = parser.add_argument
-    add("run", type=Path, metavar="DIR", help="the output folder of a finished run")
-    add("--to", type=Path, metavar="FOLDER", help="copy the draft to this new folder")
-    add(
-        "--report",
-        dest="reports",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="a report of the same weights for the card, or its folder; repeatable",
+@dataclass(frozen=True)
+class PublishOptions(Options):
+    run: Path = option("output folder of a finished run", positional=True, metavar="DIR")
+    to: Path | None = option("copy the draft to this new folder", None, metavar="FOLDER")
+    report: Sequence[Path] = option(
+        "report of the same weights for the card, or its folder; repeatable", (), metavar="PATH"
     )
-    add("--push_to_hub", metavar="ORG/NAME", help="upload the draft to the Hub, private")
-    add("--public", action="store_true", help="make the repository public")
-    add("--license", dest="licence", metavar="ID", help="licence; default: that of both models")
-    add("--force", action="store_true", help="publish although a condition is not met")
-    args = parser.parse_args(argv)
-    if args.public and args.push_to_hub is None:
-        parser.error("--public needs --push_to_hub")
-    try:
-        publish(**vars(args))
-    except (UserError, PermissionError) as error:
-        parser.exit(2, f"error: {error}\n")
+    push_to_hub: str | None = option("upload the draft, private", None, metavar="ORG/NAME")
+    public: bool = option("make the repository public", False)
+    license: str | None = option("licence; default: that of both models", None, metavar="ID")
+    force: bool = option("publish although a condition is not met", False)
+
+    def refusals(self) -> Iterator[str]:
+        if self.public and self.push_to_hub is None:
+            yield "--public needs --push_to_hub"
+
+
+def main(argv: Sequence[str]) -> None:
+    args = command_line.parse(PublishOptions, "python -m distill.publish", __doc__, argv)
+    place = args.push_to_hub, args.public, args.force, args.license
+    if status := command_line.exit_status(lambda: publish(args.run, args.to, args.report, *place)):
+        sys.exit(status)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -3,7 +3,6 @@
 `--recipe code` is recipes/code/default.yaml, `--recipe code/lora` is recipes/code/lora.yaml, and a
 file of your own is given by its path. Every key can be overridden: `--learning_rate 1e-4`.
 """
-# ruff: noqa: RUF009  (_key only makes a dataclasses.field)
 
 from __future__ import annotations
 
@@ -24,6 +23,21 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from align.command_line import (
+    SWITCH,
+    AtLeastNone,
+    BelowOne,
+    Count,
+    NotNegative,
+    Positive,
+    Text,
+    UpToOne,
+    fault,
+    parser_of,
+)
+from align.command_line import (
+    option as _key,
+)
 from align.errors import UserError
 from align.machine import usual_dtype
 from distill.drafters.kind import DraftKind, kinds
@@ -45,19 +59,7 @@ Strategy = Literal["auto", "direct", "padded", "remap", "transplant"]
 Answerer = Literal["auto", "local", "vllm", "server", "logged"]
 WITHOUT_PROMPTS = ("vllm", "server", "logged")  # sources without distributions within prompts
 Schedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt"]
-Text = Annotated[str, Field(min_length=1)]
 HubId = Annotated[str, Field(pattern=r"^\w[\w.-]*/[\w.-]+$")]
-Count = Annotated[int, Field(ge=1)]
-AtLeastNone = Annotated[int, Field(ge=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-UpToOne = Annotated[float, Field(gt=0, le=1)]
-BelowOne = Annotated[float, Field(ge=0, lt=1)]
-
-
-def _key(text: str, default: Any = dataclasses.MISSING) -> Any:
-    """A key with its help text, which `--help` prints."""
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
@@ -251,23 +253,15 @@ def load_recipe(argv: list[str]) -> Recipe:
 
 def _arguments(argv: list[str]) -> dict[str, str]:
     """The command line's value of each key, as text. Exits with status 2 for a missing value."""
-    parser = argparse.ArgumentParser(
-        prog="accelerate launch distill/train.py",
-        usage="%(prog)s --recipe NAME-or-PATH [--key value ...]",
-        epilog=f"Fields of transformers.TrainingArguments: {', '.join(TRAINING)}",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
+    parser = parser_of(Recipe, "accelerate launch distill/train.py", __doc__, as_text=True)
+    names = f"a path, or one of {', '.join(recipe_files())}"
+    parser.add_argument("--recipe", required=True, metavar="NAME-or-PATH", help=names)
+    for key, kind in TRAINING.items():
+        more: dict[str, Any] = SWITCH if kind is bool else {}
+        parser.add_argument(f"--{key}", help=argparse.SUPPRESS, **more)
+    parser.epilog = (
+        f"{parser.epilog}\n\nFields of transformers.TrainingArguments: {', '.join(TRAINING)}"
     )
-    recipes = f"a path, or one of {', '.join(recipe_files())}"
-    parser.add_argument("--recipe", required=True, metavar="NAME-or-PATH", help=recipes)
-    for key in [*OWN, *TRAINING]:
-        text = argparse.SUPPRESS
-        if key in OWN:
-            default = "required" if key in _REQUIRED else yaml_text(OWN[key].default)
-            text = f"({default}) {OWN[key].metadata['help']}"
-        # transformers also takes a bare --use_peft
-        bare: dict[str, Any] = {"nargs": "?", "const": "true"} if _fits(key, True) else {}
-        parser.add_argument(f"--{key}", metavar="VALUE", help=text.replace("%", "%%"), **bare)
     given, unknown = parser.parse_known_args(argv)
     for word in unknown:
         _type_of(word.removeprefix("--").partition("=")[0])
@@ -282,10 +276,9 @@ def build_recipe(values: dict[str, Any]) -> Recipe:
         try:
             _type_of(key).validate_python(value)
         except ValidationError as error:
-            wrong = " or ".join(dict.fromkeys(part["msg"] for part in error.errors()))
             raise RecipeError(
-                f"{key} is {yaml_text(value)} ({type(value).__name__}), but "
-                f"{re.sub('(Input|String) should', 'must', wrong)}; correct its value."
+                f"{key} is {yaml_text(value)} ({type(value).__name__}), but {fault(error)}; "
+                "correct its value."
             ) from error
     if lacking := [key for key in _REQUIRED if key not in values]:
         raise RecipeError(f"The recipe lacks the required {', '.join(lacking)}; add these keys.")

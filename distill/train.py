@@ -21,6 +21,7 @@ os.environ.setdefault("TQDM_DELAY", "1")  # read at tqdm's import; hides bars of
 import torch
 from accelerate import PartialState
 
+from align import command_line
 from align.cache import cache_folder
 from align.checkpoint import Checkpoint
 from align.errors import UserError
@@ -48,7 +49,6 @@ from distill.teacher.states import StateReader, cache_states
 from distill.teacher.store import Answers
 from distill.trainer import distil_draft
 from distill.training_config import WAIT, training_config
-from eval.measuring.journal import INTERRUPTED
 from eval.reporting.text import print_summary
 
 COVERED = 256  # number of outputs from which `coverage_curve` is computed
@@ -234,14 +234,7 @@ def main(argv: list[str]) -> int:
     # embedding of a transplanted draft is saved with its adapters, as it must be.
     for message in ("`is_gradient_checkpointing` is deprecated", "Setting `save_embedding_layers`"):
         warnings.filterwarnings("ignore", message=message)
-    try:
-        return run(load_recipe(argv))
-    except (UserError, PermissionError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues the run.", file=sys.stderr)
-        return INTERRUPTED
+    return command_line.exit_status(lambda: run(load_recipe(argv)))
 
 
 if __name__ == "__main__":

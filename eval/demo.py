@@ -17,21 +17,21 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import argparse
 import codecs
 import os
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 
-from align.errors import UserError
+from align import command_line
+from align.command_line import AtLeastNone, Options, option
 from eval.chat_template import PLACE
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import decode
 from eval.decoding.prompt_run import PromptRun
 from eval.measuring.evaluation import spelling
-from eval.measuring.journal import INTERRUPTED
 from eval.measuring.timing import WARM_UP_TOKENS, Contender, decode_undisturbed
+from eval.options import RunOptions
 from eval.prompts import Prompt, write_prompts
 from eval.reporting.fields import read_report
 from eval.reporting.verdict import basis_of, times
@@ -40,46 +40,49 @@ from eval.run import decoding_of, load, parse
 GREEN, PLAIN = "\033[32m", "\033[0m"
 
 
+@dataclass(frozen=True)
+class DemoOptions(Options):
+    run: Path = option("output folder of a training run", positional=True, metavar="RUN")
+    prompt: str | None = option("text; a message if the target has a chat template", None)
+    prompts: str | None = option("Hub data set, pypi: file or .jsonl; one is drawn", None)
+    seed: AtLeastNone = option("draws the prompt", 42)
+
+    def refusals(self) -> Iterator[str]:
+        if self.prompt is not None and self.prompts is not None:
+            yield "--prompt and --prompts exclude each other; omit one of them"
+
+
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("python -m eval.demo", description=__doc__.split("\n")[0])
-    parser.add_argument("run", type=Path, help="output folder of a training run")
-    asked = parser.add_mutually_exclusive_group()
-    asked.add_argument("--prompt", help="text; a message if the target has a chat template")
-    asked.add_argument("--prompts", help="Hub data set, pypi: file or .jsonl; one is drawn")
-    parser.add_argument("--seed", default="42", help="draws the prompt")
-    own = parser.parse_args(argv)
-    try:
-        report = read_report(own.run)
-        draft = report.tuned[1]
-        gamma, speedup = draft.gamma or 3, report.stated_speedup(draft)
-        options = ["--run", str(own.run), "--gamma", str(gamma), "--temperature", "0"]
-        options += ["--max_prompts", "1", "--seed", own.seed]
-        with TemporaryDirectory() as folder:
-            if own.prompt is not None:
-                own.prompts = f"{folder}/prompt.jsonl"
-                write_prompts(own.prompts, [Prompt("yours", own.prompt)])
-                options += ["--instruction", PLACE]
-            if own.prompts is not None:
-                options += ["--prompts", own.prompts]
-            show(parse(options))
-    except (UserError, PermissionError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+    own = command_line.parse(DemoOptions, "python -m eval.demo", __doc__, argv)
+    return command_line.exit_status(lambda: _demonstrate(own))
+
+
+def _demonstrate(own: DemoOptions) -> None:
+    report = read_report(own.run)
+    draft = report.tuned[1]
+    gamma, speedup = draft.gamma or 3, report.stated_speedup(draft)
+    options = ["--run", str(own.run), "--gamma", str(gamma), "--temperature", "0"]
+    options += ["--max_prompts", "1", "--seed", str(own.seed)]
+    with TemporaryDirectory() as folder:
+        prompts = own.prompts
+        if own.prompt is not None:
+            prompts = f"{folder}/prompt.jsonl"
+            write_prompts(prompts, [Prompt("yours", own.prompt)])
+            options += ["--instruction", PLACE]
+        if prompts is not None:
+            options += ["--prompts", prompts]
+        show(parse(options), own.run / "draft")
     mean = f"{times(speedup)} over {speedup.n} prompts, {basis_of(report)}"
     print(f"One prompt is an example; the report has {mean}.")
-    return 0
 
 
-def show(args: argparse.Namespace) -> None:
-    """Decode one prompt without and with the draft. args: options of eval.run."""
+def show(args: RunOptions, folder: Path) -> None:
+    """Decode one prompt without and with the draft of a folder. args: of eval.run."""
     target, prompts, _ = load(args)
-    drafter = load_drafter(str(args.run / "draft"), target, args.strategy)
+    drafter = load_drafter(str(folder), target, args.strategy)
     (prompt,), (ids,) = prompts.prompts, prompts.ids
     decoding = decoding_of(args, target.stops)
-    sides = [Contender(None, 0, decoding), Contender(drafter, args.draft_length, decoding)]
+    sides = [Contender(None, 0, decoding), Contender(drafter, args.gamma[0], decoding)]
 
     # On a GPU the warm-up is a whole output, because it has to record all CUDA graphs.
     short = min(WARM_UP_TOKENS, decoding.max_new_tokens)

@@ -16,13 +16,15 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import argparse
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from time import time
-from typing import Any
+from typing import Any, Literal
 
+from align import command_line
+from align.command_line import Count, NotNegative, Options, option
 from align.errors import UserError
 from align.files import atomic_file
 from eval.engines import counters
@@ -46,29 +48,46 @@ VERDICTS = ("as measured", "moved away", "bad input", "inconclusive", "no counte
 READINGS = 6  # in 31 of 32 calls they show that two replicas answer in random order
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    about = __doc__.split("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m eval.drift", description=about)
-    add, source = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
-    add("report", type=Path, metavar="REPORT", help="a report.json, or an output folder")
-    of_metrics = "address of one vLLM server, or a file with its page /metrics"
-    source.add_argument("--metrics", metavar="URL|FILE", help=of_metrics)
-    of_prometheus = "address of a Prometheus that reads all replicas"
-    source.add_argument("--prometheus", metavar="URL", help=of_prometheus)
-    files = "write Prometheus' alerts.yaml and Grafana's dashboard.json to this folder"
-    source.add_argument("--monitoring", type=Path, metavar="FOLDER", help=files)
-    add("--selector", default="", help="labels of the servers in Prometheus, as '{job=\"vllm\"}'")
-    of_prefix = "prefix of the counters in Prometheus; default: as found, for --monitoring vllm:"
-    add("--prefix", choices=counters.PREFIXES, help=of_prefix)
-    add("--hours", type=int, default=1, help="window in Prometheus; default: %(default)s")
-    since = "an earlier reading: only later counts are compared. It is updated, or created"
-    add("--since", type=Path, metavar="FILE", help=since)
-    add("--draft", help="name in the report; default: tuned, else the last")
-    add("--temperature", type=float, help="temperature of the traffic; default: the report's")
-    methods, of_method = ["greedy", "probabilistic"], "method of the vLLM; default: the report's"
-    add("--draft_sample_method", choices=methods, help=of_method)
-    add("--json", action="store_true", help="print one JSON object")
-    return parser.parse_args(argv)
+@dataclass(frozen=True)
+class DriftOptions(Options):
+    report: Path = option("a report.json, or an output folder", positional=True, metavar="REPORT")
+    metrics: str = option(
+        "address of one vLLM server, or a file with its page /metrics",
+        "",
+        group="one of these",
+        one_of=True,
+        metavar="URL|FILE",
+    )
+    prometheus: str = option("address of a Prometheus that reads all replicas", "", metavar="URL")
+    monitoring: Path | None = option(
+        "write Prometheus' alerts.yaml and Grafana's dashboard.json to this folder",
+        None,
+        metavar="FOLDER",
+    )
+    selector: str = option(
+        "labels of the servers in Prometheus, as '{job=\"vllm\"}'", "", group="traffic and report"
+    )
+    prefix: str | None = option(
+        "prefix of the counters in Prometheus; default: as found, for --monitoring vllm:",
+        None,
+        choices=counters.PREFIXES,
+    )
+    hours: Count = option("window in Prometheus", 1)
+    since: Path | None = option(
+        "an earlier reading: only later counts are compared. It is updated, or created",
+        None,
+        metavar="FILE",
+    )
+    draft: str | None = option("name in the report; default: tuned, else the last", None)
+    temperature: NotNegative | None = option("the traffic's; default: the report's", None)
+    draft_sample_method: Literal["greedy", "probabilistic"] | None = option(
+        "the vLLM's; default: the report's", None
+    )
+    json: bool = option("print one JSON object", False)
+
+
+def parse(argv: Sequence[str]) -> DriftOptions:
+    return command_line.parse(DriftOptions, "python -m eval.drift", __doc__, argv)
 
 
 def _read(path: Path) -> str:
@@ -78,7 +97,7 @@ def _read(path: Path) -> str:
         raise ReportError(f"{path} cannot be read as text ({error}); correct the path.") from None
 
 
-def _from_prometheus(args: argparse.Namespace) -> tuple[Speculation | None, str, str]:
+def _from_prometheus(args: DriftOptions) -> tuple[Speculation | None, str, str]:
     """The counts; the Unix times of this reading and of the earlier one, to be kept."""
     until = round(time())
     since = until - 3600 * args.hours
@@ -92,7 +111,7 @@ def _from_prometheus(args: argparse.Namespace) -> tuple[Speculation | None, str,
     return counters.total(series), f"{until}\n", f"{since}\n"
 
 
-def _from_metrics(args: argparse.Namespace) -> tuple[Speculation | None, str, str]:
+def _from_metrics(args: DriftOptions) -> tuple[Speculation | None, str, str]:
     """The counts; the lines of this reading, to be kept, and "". Of a file nothing is kept."""
     if is_server := args.metrics.startswith(("http://", "https://")):
         address = args.metrics.rstrip("/").removesuffix("/metrics")
@@ -118,7 +137,7 @@ def _from_metrics(args: argparse.Namespace) -> tuple[Speculation | None, str, st
     return counters.total(series), "".join(lines) if is_server else "", ""
 
 
-def check_traffic(promised: Sequence[Estimate], args: argparse.Namespace) -> dict[str, Any]:
+def check_traffic(promised: Sequence[Estimate], args: DriftOptions) -> dict[str, Any]:
     """The result as `--json` prints it. Raises UserError for input that is unusable."""
     counts, reading, earlier = (_from_prometheus if args.prometheus else _from_metrics)(args)
     if counts is None:

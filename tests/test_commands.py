@@ -1,10 +1,13 @@
 """Every command tells an error that a user can mend from a fault of the program."""
 
+import subprocess
+import sys
+
 import pytest
 
 from align import check, to_gguf
 from align.errors import UserError
-from distill import adapt, publish, train
+from distill import adapt, cli, publish, train
 from eval import demo, drift
 from eval import run as evaluate
 
@@ -55,3 +58,35 @@ def test_a_fault_of_the_program_keeps_its_traceback(ended, capsys, request):
     else:
         with pytest.raises(ValueError, match="of a library"):
             ended(fault)
+
+
+def called(*arguments):
+    """One call of `draftsmith` in a process without the libraries that take seconds to import."""
+    script = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+    script += "from distill.cli import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True
+    )
+
+
+def test_one_command_names_the_others_without_their_libraries():
+    helped = called("--help")
+    assert helped.returncode == 0
+    for name, module in cli.COMMANDS.items():
+        summary = cli.source(module).read_text(encoding="utf-8").split("\n")[0].strip('"')
+        assert f"{name:8} {summary}\n" in helped.stdout
+    unknown = called("evaluate")
+    assert unknown.returncode == 2
+    assert "eval" in unknown.stderr
+
+
+def test_one_command_calls_the_others(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["draftsmith", "demo", str(tmp_path)])
+    assert cli.main() == 2
+    assert "no report" in capsys.readouterr().err
+    started = []
+    monkeypatch.setattr("os.execv", lambda path, words: sys.exit(started.extend(words)))
+    monkeypatch.setattr(sys, "argv", ["draftsmith", "train", "--recipe", "code"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert started[-3:] == [str(cli.source("distill.train")), "--recipe", "code"]

@@ -19,7 +19,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from ruamel.yaml import YAML
 
-from distill.adapt import NOTHING
+from distill.gate import NOTHING
 from distill.recipe import build_recipe, load_recipe
 from eval.prompts import load_prompts
 

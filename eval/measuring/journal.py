@@ -23,7 +23,6 @@ from tqdm import tqdm
 from align.files import atomic_file, write_errors_explained
 
 JOURNAL = "measured.jsonl"  # the journal's name in the report's folder
-INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 
 # Called with the number of results of a stage; if true, the stage ends.
 Enough = Callable[[int], bool]

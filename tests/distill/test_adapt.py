@@ -27,16 +27,8 @@ from align.checkpoint import Checkpoint, weights_sha256
 from align.errors import UserError
 from align.files import read_json
 from distill import adapt as module
-from distill.adapt import (
-    FAILED,
-    NOTHING,
-    PUBLISHED,
-    REFUSED,
-    judged,
-    lower_bound,
-    main,
-    undecided,
-)
+from distill.adapt import main
+from distill.gate import FAILED, NOTHING, PUBLISHED, REFUSED, judged, lower_bound, undecided
 from distill.recipe import OWN, TRAINING, build_recipe, dump, read_yaml, yaml_text
 from distill.teacher.logged_rows import WITHOUT_HALF, LeftOut
 from distill.traffic import DAY, Split, digest, read_traffic, rows_of, split, usable
