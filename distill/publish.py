@@ -222,9 +222,7 @@ def push_folder(folder: Path, repo_id: str, public: bool) -> str:
 class PublishOptions(Options):
     run: Path = option("output folder of a finished run", positional=True, metavar="DIR")
     to: Path | None = option("copy the draft to this new folder", None, metavar="FOLDER")
-    report: Sequence[Path] = option(
-        "report of the same weights for the card, or its folder; repeatable", (), metavar="PATH"
-    )
+    report: Sequence[Path] = option("reports of these weights, for the card; repeatable", ())
     push_to_hub: str | None = option("upload the draft, private", None, metavar="ORG/NAME")
     public: bool = option("make the repository public", False)
     license: str | None = option("licence; default: that of both models", None, metavar="ID")

@@ -13,10 +13,10 @@ import functools
 import io
 import re
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -259,9 +259,8 @@ def _arguments(argv: list[str]) -> dict[str, str]:
     for key, kind in TRAINING.items():
         more: dict[str, Any] = SWITCH if kind is bool else {}
         parser.add_argument(f"--{key}", help=argparse.SUPPRESS, **more)
-    parser.epilog = (
-        f"{parser.epilog}\n\nFields of transformers.TrainingArguments: {', '.join(TRAINING)}"
-    )
+    fields = ", ".join(TRAINING)
+    parser.epilog = f"{parser.epilog}\n\nFields of transformers.TrainingArguments: {fields}"
     given, unknown = parser.parse_known_args(argv)
     for word in unknown:
         _type_of(word.removeprefix("--").partition("=")[0])
@@ -392,92 +391,67 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError(
             f"drafter is {recipe.kind_name!r}, but must be one of {', '.join(kinds())}; correct it."
         )
-    values = recipe.values() | {"drafter": recipe.kind_name}
     if recipe.answer_url is not None:
         check_address(recipe.answer_url)
-    for contradict, keys, reason in _contradictions(recipe):
-        if contradict:
-            named = ", ".join(f"{key} is {yaml_text(values.get(key))}" for key in keys.split())
-            raise RecipeError(f"{named}: {reason}.")
+    values = recipe.values() | {"drafter": recipe.kind_name}
 
+    def refuse(keys: str, reason: str) -> NoReturn:
+        named = ", ".join(f"{key} is {yaml_text(values.get(key))}" for key in keys.split())
+        raise RecipeError(f"{named}: {reason}.")
 
-def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
-    """Triples: whether keys contradict each other, their names, reason and remedy."""
     kind, served, logged = recipe.kind, recipe.served, recipe.answers == "logged"
-    yield (
-        recipe.answers_per_prompt > 1 and recipe.answer_temperature == 0,
-        "answers_per_prompt answer_temperature",
-        "all outputs for a prompt would be the same; set a temperature",
-    )
-    yield (
-        recipe.gamma is not None and recipe.gamma > recipe.max_gamma,
-        "gamma max_gamma",
-        "no draft longer than max_gamma is tried; raise max_gamma",
-    )
-    yield (
-        recipe.temperature == 0 and (recipe.top_k is not None or recipe.top_p != 1),
-        "temperature top_k top_p",
-        "greedy decoding ignores top_k and top_p; set temperature, or leave them out",
-    )
-    yield (
-        ("target" if recipe.sibling is None else "sibling") not in kind.made_from,
-        "drafter draft",
-        f"this drafter starts from a {' or a '.join(kind.made_from)}; "
-        + (
-            "name one with draft"
-            if recipe.sibling is None
-            else "remove draft, or set drafter to sibling"
-        ),
-    )
-    yield (
-        not kind.language_model and (recipe.use_peft or recipe.strategy not in ("auto", "direct")),
-        "drafter use_peft strategy",
-        "this drafter has new weights and the target's ids; set use_peft to false and "
-        "strategy to auto",
-    )
-    yield (
-        kind.adapter and recipe.max_gamma == 1,
-        "drafter max_gamma",
-        "the first token of a draft is the target's own; set max_gamma to 2 or more",
-    )
-    yield (
-        kind.adapter and recipe.engine == "vllm",
-        "drafter engine",
-        "SGLang alone serves this drafter; set engine to null",
-    )
-    yield (
-        any(getattr(recipe, key) for key in kind.unused),
-        " ".join(("drafter", *kind.unused)),
-        "this drafter cannot use these keys; leave them out",
-    )
-    yield (
-        recipe.answers in WITHOUT_PROMPTS and recipe.train_on_prompts,
-        "train_on_prompts answers",
-        "distributions within prompts are neither requested from servers nor read with logged "
-        "outputs; set train_on_prompts to false",
-    )
-    yield (
-        logged and recipe.old_prompts is not None,
-        "old_prompts answers",
-        "old prompts have no logged output; add logged rows of them to train_prompts",
-    )
-    yield (
-        logged and (recipe.answers_per_prompt > 1 or recipe.cache_top_k == 1),
-        "answers answers_per_prompt cache_top_k",
-        "a logged output is read once, with several likely tokens; set answers_per_prompt to 1 and "
-        "cache_top_k to 15",
-    )
-    yield (
-        not served
-        if recipe.answers == "server"
-        else not logged and (served or recipe.answer_model is not None),
-        "answers answer_url answer_model",
-        "answers: server needs answer_url (http://HOST:PORT), answers: logged may have it, and "
-        "other values of answers use no server; set both, or remove these keys",
-    )
-    yield (
-        served and recipe.sibling is None,
-        "answer_url drafter draft",
-        "this drafter reads the target's weights or hidden states, and a server sends neither; "
-        "name a sibling with draft, or set answers to vllm without answer_url, which runs here",
-    )
+    if recipe.answers_per_prompt > 1 and recipe.answer_temperature == 0:
+        refuse(
+            "answers_per_prompt answer_temperature",
+            "all outputs for a prompt would be the same; set a temperature",
+        )
+    if recipe.gamma is not None and recipe.gamma > recipe.max_gamma:
+        refuse("gamma max_gamma", "no draft longer than max_gamma is tried; raise max_gamma")
+    if recipe.temperature == 0 and (recipe.top_k is not None or recipe.top_p != 1):
+        reason = "greedy decoding ignores top_k and top_p; set temperature, or leave them out"
+        refuse("temperature top_k top_p", reason)
+    if ("target" if recipe.sibling is None else "sibling") not in kind.made_from:
+        remedy = (
+            "remove draft, or set drafter to sibling" if recipe.sibling else "name one with draft"
+        )
+        sources = " or a ".join(kind.made_from)
+        refuse("drafter draft", f"this drafter starts from a {sources}; {remedy}")
+    if not kind.language_model and (recipe.use_peft or recipe.strategy not in ("auto", "direct")):
+        reason = "this drafter has new weights and the target's ids; set use_peft to false and "
+        refuse("drafter use_peft strategy", f"{reason}strategy to auto")
+    if kind.adapter and recipe.max_gamma == 1:
+        reason = "the first token of a draft is the target's own; set max_gamma to 2 or more"
+        refuse("drafter max_gamma", reason)
+    if kind.adapter and recipe.engine == "vllm":
+        refuse("drafter engine", "SGLang alone serves this drafter; set engine to null")
+    if any(getattr(recipe, key) for key in kind.unused):
+        keys = " ".join(("drafter", *kind.unused))
+        refuse(keys, "this drafter cannot use these keys; leave them out")
+    if recipe.answers in WITHOUT_PROMPTS and recipe.train_on_prompts:
+        refuse(
+            "train_on_prompts answers",
+            "distributions within prompts are neither requested from servers nor read with logged "
+            "outputs; set train_on_prompts to false",
+        )
+    if logged and recipe.old_prompts is not None:
+        reason = "old prompts have no logged output; add logged rows of them to train_prompts"
+        refuse("old_prompts answers", reason)
+    if logged and (recipe.answers_per_prompt > 1 or recipe.cache_top_k == 1):
+        refuse(
+            "answers answers_per_prompt cache_top_k",
+            "a logged output is read once, with several likely tokens; set answers_per_prompt to 1 "
+            "and cache_top_k to 15",
+        )
+    needless = not logged and (served or recipe.answer_model is not None)
+    if not served if recipe.answers == "server" else needless:
+        refuse(
+            "answers answer_url answer_model",
+            "answers: server needs answer_url (http://HOST:PORT), answers: logged may have it, and "
+            "other values of answers use no server; set both, or remove these keys",
+        )
+    if served and recipe.sibling is None:
+        refuse(
+            "answer_url drafter draft",
+            "this drafter reads the target's weights or hidden states, and a server sends neither; "
+            "name a sibling with draft, or set answers to vllm without answer_url, which runs here",
+        )

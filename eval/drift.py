@@ -44,6 +44,7 @@ from eval.reporting.traffic import (
 from eval.reporting.verdict import measured_in
 
 AS_MEASURED, MOVED, BAD_INPUT, INCONCLUSIVE, NO_COUNTERS = range(5)  # exit statuses
+SampleMethod = Literal["greedy", "probabilistic"]
 VERDICTS = ("as measured", "moved away", "bad input", "inconclusive", "no counters")
 READINGS = 6  # in 31 of 32 calls they show that two replicas answer in random order
 
@@ -51,38 +52,18 @@ READINGS = 6  # in 31 of 32 calls they show that two replicas answer in random o
 @dataclass(frozen=True)
 class DriftOptions(Options):
     report: Path = option("a report.json, or an output folder", positional=True, metavar="REPORT")
-    metrics: str = option(
-        "address of one vLLM server, or a file with its page /metrics",
-        "",
-        group="one of these",
-        one_of=True,
-        metavar="URL|FILE",
-    )
-    prometheus: str = option("address of a Prometheus that reads all replicas", "", metavar="URL")
-    monitoring: Path | None = option(
-        "write Prometheus' alerts.yaml and Grafana's dashboard.json to this folder",
-        None,
-        metavar="FOLDER",
-    )
-    selector: str = option(
-        "labels of the servers in Prometheus, as '{job=\"vllm\"}'", "", group="traffic and report"
-    )
+    metrics: str = option("URL of one vLLM, or a file with its page /metrics", "", one_of="counts")
+    prometheus: str = option("URL of a Prometheus that reads all replicas", "")
+    monitoring: Path | None = option("folder for Prometheus' alerts and Grafana's dashboard", None)
+    selector: str = option("labels of servers in Prometheus, as '{job=\"vllm\"}'", "", group="more")
     prefix: str | None = option(
-        "prefix of the counters in Prometheus; default: as found, for --monitoring vllm:",
-        None,
-        choices=counters.PREFIXES,
+        "names of counters start so; default: as found, or vllm:", None, choices=counters.PREFIXES
     )
     hours: Count = option("window in Prometheus", 1)
-    since: Path | None = option(
-        "an earlier reading: only later counts are compared. It is updated, or created",
-        None,
-        metavar="FILE",
-    )
+    since: Path | None = option("file of the earlier reading, which this call updates", None)
     draft: str | None = option("name in the report; default: tuned, else the last", None)
     temperature: NotNegative | None = option("the traffic's; default: the report's", None)
-    draft_sample_method: Literal["greedy", "probabilistic"] | None = option(
-        "the vLLM's; default: the report's", None
-    )
+    draft_sample_method: SampleMethod | None = option("the vLLM's; default: the report's", None)
     json: bool = option("print one JSON object", False)
 
 

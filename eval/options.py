@@ -100,9 +100,7 @@ class RunOptions(Options):
     top_p: UpToOne = option("their probability; 1: all tokens", 1.0)
     verification: Literal["block", "token"] = option("verify by block, or by token", "block")
     draft_sample_method: SampleMethod | None = option(
-        "draft the most likely token, or a sample (default; vLLM's is greedy), where tokens are "
-        "sampled; with --base_url: the servers' method",
-        None,
+        "where tokens are sampled; default: probabilistic, in vLLM greedy", None
     )
     max_new_tokens: Count = option("most tokens of an output", 128)
     gamma: Lengths = option(
@@ -125,9 +123,7 @@ class RunOptions(Options):
         "decoder; default: torch, or the running server's", "", group="engine", choices=ENGINES
     )
     base_url: Sequence[str] = option(
-        "running server with a draft, repeatable; default: servers start here",
-        (),
-        metavar="[NAME=]URL",
+        "[NAME=]URL of a running server with a draft, repeatable; default: servers start here", ()
     )
     baseline_url: str = option("a running server of the same target without a draft", "")
     minutes: Positive | None = option("time limit in servers started here: fewer prompts", None)
@@ -146,9 +142,7 @@ class RunOptions(Options):
     goodput: Limits | None = option("most ms of a good request: ttft:500,tpot:50,e2el:3000", None)
 
     fail_under_alpha: float | None = option(
-        "exit status 1 if the lower bound of the last draft's acceptance rate is below",
-        None,
-        group="gates",
+        "exit status 1 if the last draft's lower bound is below", None, group="gates"
     )
     fail_under_speedup: float | None = option("the same for its speed-up", None)
 

@@ -19,6 +19,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from ruamel.yaml import YAML
 
+from distill.cli import COMMANDS
 from distill.gate import NOTHING
 from distill.recipe import build_recipe, load_recipe
 from eval.prompts import load_prompts
@@ -31,8 +32,8 @@ HISTORY = [ROOT / "CHANGELOG.md", ROOT / "docs" / "lab-notes.md"]
 OPENING = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", flags=re.MULTILINE)
 # in a sentence or a table, where required options may be left out; those with an … are only a part
 INLINE = re.compile(
-    r"`((?:accelerate launch [^`]*distill/train|python -m|python tests|pytest|pip install)"
-    r" ?[^`…\[\]]+)`"
+    r"`((?:accelerate launch [^`]*distill/train|python -m|python tests|draftsmith \w|pytest"
+    r"|pip install) ?[^`…\[\]]+)`"
 )
 
 
@@ -138,6 +139,14 @@ SPECULATION |= {"parallel_drafting", "prompt_lookup_min", "prompt_lookup_max"}
 SPECULATION |= {"draft_sample_method"}
 
 
+def check_draftsmith(words):
+    name, *arguments = words
+    if name == "train":
+        check_accelerate(["launch", "distill/train.py", *arguments])
+    elif name != "--help":
+        check_module(COMMANDS[name], arguments, whole=True)
+
+
 def check_vllm(words):
     assert words[0] == "serve", words
     assert {word[2:].partition("=")[0] for word in words if word.startswith("--")} <= VLLM_OPTIONS
@@ -150,7 +159,12 @@ def check_vllm(words):
 
 
 # other programs are not checked
-CHECKS = {"python": check_python, "accelerate": check_accelerate, "vllm": check_vllm}
+CHECKS = {
+    "python": check_python,
+    "accelerate": check_accelerate,
+    "draftsmith": check_draftsmith,
+    "vllm": check_vllm,
+}
 
 
 @pytest.mark.parametrize(("script", "whole"), list(all_commands()))
@@ -169,6 +183,8 @@ def test_every_command_is_taken_by_its_own_parser(script, whole, monkeypatch):
     "script",
     [
         "python -m eval.run --target T --drafts D --prompt",
+        "draftsmith eval --target T --drafts D --prompt",
+        "draftsmith train --recipe code --lerning_rate 1",
         "accelerate launch distill/train.py --recipe code --lerning_rate 1",
         "accelerate launch --config_file recipes/accelerate/no.yaml distill/train.py --recipe code",
         "vllm serve T --speculative-config '{\"gamma\": 3}'",

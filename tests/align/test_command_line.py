@@ -15,7 +15,7 @@ ABOUT = "Bake.\n\n    bake RYE --loaves 2\n"
 @dataclass(frozen=True)
 class Bake(Options):
     flour: str = option("name", positional=True, metavar="FLOUR")
-    oven: Path | None = option("its folder", None, group="heat", one_of=True)
+    oven: Path | None = option("its folder", None, one_of="heat")
     stone: bool = option("without an oven", False)
     loaves: Count = option("number", 1, group="dough")
     seed: Sequence[str] = option("repeatable", ())
