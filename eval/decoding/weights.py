@@ -1,11 +1,14 @@
-"""A model's weights in the form that decoders multiply by.
+"""A model's weights in the form that decoders multiply by, without a second copy in memory.
 
 Legend: B rows, T positions, I inputs and O outputs of a matrix.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from eval.decoding import cpu_bits
+
+_MADV_DONTNEED = 4  # Linux' mman.h
 
 
 class Product(NamedTuple):
@@ -58,4 +63,26 @@ def fused(parts: Sequence[nn.Linear]) -> Tensor:
     views = together.split([len(weight) for weight in weights])
     for part, view in zip(parts, views, strict=True):
         part.weight = nn.Parameter(view, part.weight.requires_grad)
+    if first.device.type == "cpu":
+        _unload(weights)
     return together
+
+
+def _unload(weights: Sequence[Tensor]) -> None:
+    """Release the file pages of these weights. Linux only; a later read loads the pages again.
+
+    transformers maps a checkpoint's file into memory, and pages that were read stay in memory as
+    long as any tensor of the file exists.
+    """
+    if sys.platform != "linux":
+        return
+    with open("/proc/self/maps") as maps:
+        lines = [line.split() for line in maps]
+    files = [[int(at, 16) for at in line[0].split("-")] for line in lines if line[4] != "0"]
+    page, libc = mmap.PAGESIZE, ctypes.CDLL(None)
+    for weight in weights:
+        # only whole pages, because neighbouring tensors use the others
+        begin = -(-weight.data_ptr() // page) * page
+        end = (weight.data_ptr() + weight.nbytes) // page * page
+        if any(first <= begin < end <= last for first, last in files):
+            libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_DONTNEED)

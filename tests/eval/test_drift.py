@@ -223,7 +223,7 @@ def test_short_outputs_are_not_called_moved(report, traffic, capsys):
     assert "--engine vllm" in result["reason"]
     place = result["positions"][1]
     assert place["report_highest"] == pytest.approx(place["report"] + 0.1)
-    assert drift(report, traffic(4000, shares=(0.6, 0.3, 0.1))) == 1
+    assert drift(report, traffic(4000, shares=(0.6, 0.2, 0.1))) == 1
 
 
 def test_of_lengths_by_load_the_first_position_is_compared(report, tmp_path, capsys):
