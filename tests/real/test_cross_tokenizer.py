@@ -79,7 +79,7 @@ def test_every_bridge_drafts_and_changes_no_token(pair, tmp_path, strategy):
     drafter = load_drafter(SMOL, target, strategy)
     how = Decoding(Sampling(), target.stops, NEW)
     journal = Journal(tmp_path / "measured.jsonl")
-    found, _ = measure_agreement(target, {strategy: drafter}, prompts, answers, how, journal)
+    found = measure_agreement(target, {strategy: drafter}, prompts, answers, how, journal)
     agreed = measured(ACCEPTANCE_RATE, prompt_table([], [], found[strategy]))
     print(f"{strategy}: alpha {agreed.mean:.3f}")
     assert agreed.mean > 0.2
