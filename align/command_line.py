@@ -149,10 +149,12 @@ def fault(error: ValidationError) -> str:
     return text.removeprefix("Value error, ")
 
 
-def exit_status(work: Callable[[], int | None], *bad_input: type[Exception]) -> int:
+def exit_status(
+    work: Callable[[], int | None], *bad_input: type[Exception], interrupted: str = "interrupted"
+) -> int:
     """The exit status of a command: that of its work, 130 if it is interrupted.
 
-    2 for a UserError, for a missing permission, and for `bad_input`.
+    2 for a UserError, for a missing permission, and for `bad_input`. interrupted: is then printed.
     """
     refused: tuple[type[Exception], ...] = (UserError, PermissionError, *bad_input)
     try:
@@ -161,5 +163,5 @@ def exit_status(work: Callable[[], int | None], *bad_input: type[Exception]) -> 
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print(interrupted, file=sys.stderr)
         return INTERRUPTED

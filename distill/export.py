@@ -8,6 +8,8 @@ hidden size.
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,8 @@ from eval.decoding.weights import linear
 
 BASE_KEPT = "base_draft_kept.json"  # in a run's folder: why `draft/` is the base draft
 SUPPRESSION = 40.0  # how far the logits of trimmed tokens are below the mean of the trained ones
-SUPPRESSION_TOKENS = 8_000  # to find it
+SUPPRESSION_TOKENS = 8_000  # half to find it, half to check it
+DROPPED_MASS = 1e-4  # most probability of the trimmed tokens on the checked half
 
 
 def export_draft(
@@ -93,9 +96,10 @@ def full_vocabulary(
     """The distilled draft under a head over the target's whole vocabulary [V, H].
 
     Trimmed tokens get one entry: the mean of the trained entries, and SUPPRESSION times a w with
-    w·h = -1 (least squares over the draft's states h at the outputs). Its logit is by SUPPRESSION
-    below the mean of the trained logits. So the draft never chooses a trimmed token, and by
-    Jensen's inequality their probability is at most V / K * exp(-SUPPRESSION).
+    w·h = -1 (least squares over half of the draft's states h at the outputs). Where this holds, its
+    logit is by SUPPRESSION below the mean of the trained logits, so a trimmed token is never the
+    greedy choice, and their probability is at most V / K * exp(-SUPPRESSION) (Jensen's inequality).
+    The other half of the states checks this; if it fails there, a warning says how far.
     """
     states = []
     for answer in answers:
@@ -104,12 +108,24 @@ def full_vocabulary(
         ).last_hidden_state
         states.append(hidden[0, len(answer.prompt_ids) - 1 :])
     # on the CPU, because CUDA's solver needs states of full rank
-    h = torch.cat(states).double().cpu()
+    h, checked = torch.cat(states).double().cpu().tensor_split(2)
     lower = torch.linalg.lstsq(h, -torch.ones_like(h[:, :1])).solution[:, 0]
     trained = distilled.get_output_embeddings().weight
     entry = trained.double().mean(0) + SUPPRESSION * lower.to(trained.device)
     head = entry.to(trained.dtype).repeat(len(input_embedding(distilled)), 1)
     head[token_ids.to(head.device)] = trained
+    checked = checked.to(trained.device, torch.float32)
+    logits, lowered = checked @ trained.float().T, checked @ entry.to(trained.dtype).float()
+    kept = float((lowered < logits.amax(-1)).float().mean())
+    total = lowered + math.log(max(1, len(head) - len(trained)))
+    mass = float((total - logits.logsumexp(-1)).sigmoid().mean())
+    if kept < 0.999 or mass > DROPPED_MASS:
+        warnings.warn(
+            "The draft may have a lower acceptance rate with its head over the whole vocabulary: "
+            f"its greedy token differs at {1 - kept:.1%} of positions, and trimmed tokens have "
+            f"{mass:.2%} of the probability.",
+            stacklevel=2,
+        )
     whole: Any = copy.deepcopy(distilled, {id(weight): weight for weight in distilled.parameters()})
     whole.lm_head, whole.config.vocab_size = linear(head), len(head)
     copied: PreTrainedModel = whole

@@ -234,7 +234,8 @@ def main(argv: list[str]) -> int:
     # embedding of a transplanted draft is saved with its adapters, as it must be.
     for message in ("`is_gradient_checkpointing` is deprecated", "Setting `save_embedding_layers`"):
         warnings.filterwarnings("ignore", message=message)
-    return command_line.exit_status(lambda: run(load_recipe(argv)))
+    interrupted = "interrupted; the same command continues the run."
+    return command_line.exit_status(lambda: run(load_recipe(argv)), interrupted=interrupted)
 
 
 if __name__ == "__main__":

@@ -33,11 +33,14 @@ from distill.drafters.kind import Config, Draft, DraftKind, Origin
 from eval.decoding.drafters.compact import COMPACT
 from eval.decoding.drafters.mtp import (
     ARCHITECTURE,
-    EMBEDDING,
     HEAD,
+    LAYER,
+    NORMED,
     SERVED,
     joined,
     load_mtp,
+    outputs,
+    stored_name,
 )
 from eval.decoding.recurrent import HYBRID
 from eval.decoding.target import tensor_sha256
@@ -47,7 +50,7 @@ BETA = 0.6  # weight of a step's loss over that of the step before
 
 
 class Mtp(DraftKind):
-    targets = HYBRID
+    targets = tuple(NORMED)
     trained = True
     # engines give the layer the target's whole LM head; its steps share a cache of keys and values
     unused = ("draft_vocab_size", "activation_checkpointing")
@@ -64,11 +67,15 @@ class Mtp(DraftKind):
 
     def save(self, folder: Path, draft: Draft, embedding: Tensor, target: Checkpoint) -> None:
         config, source = copy.deepcopy(target.text_config), target.folder
+        trained = {name for name, _ in draft.model.named_parameters()}
         files = target.names()
         tensors = dict[str, Tensor]()
         for name, tensor in draft.model.state_dict().items():
-            if name not in (EMBEDDING, HEAD):
-                place, stored = name.replace("model.", "mtp.", 1), tensor.to(embedding.dtype)
+            stored = tensor.to(embedding.dtype) if name in trained else tensor
+            if name == "lm_head.weight" and config.model_type not in HYBRID:
+                tensors[stored_name(HEAD, config)] = stored
+            elif name.startswith(LAYER):
+                place = stored_name(name.removeprefix(LAYER), config)
                 tensors |= {place: stored} if place in files else split_experts(place, stored)
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -115,7 +122,10 @@ def unrolled(
     1, H].
     """
     body: Any = model.base_model
+    (layer,) = body.layers
     embedded = body.embed_tokens(input_ids[:, 1:])
+    if model.config.model_type not in HYBRID:
+        embedded = F.pad(embedded[:, 1:], (0, 0, 1, 0))
     hidden = states[:, :-1, 0].to(embedded.dtype)
     numbers = torch.arange(hidden.shape[1], device=hidden.device)
     distances = numbers[:, None] - numbers  # of each query behind each key
@@ -126,14 +136,15 @@ def unrolled(
         same_draft = [distances == step - later for later in range(1, step + 1)]
         visible = torch.cat([distances >= step, *same_draft], 1)
         mask = torch.zeros_like(visible, dtype=hidden.dtype)
-        hidden = body(
-            inputs_embeds=joined(body, embedded, hidden),
+        state = body(
+            inputs_embeds=joined(layer, embedded, hidden),
             attention_mask=mask.masked_fill_(~visible, float("-inf"))[None, None],
             position_ids=numbers[None],
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state
-        yield F.pad(hidden, (0, 0, 1, 0))
+        y, hidden = outputs(layer, model.config.model_type, state)
+        yield F.pad(y, (0, 0, 1, 0))
 
 
 def split_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:

@@ -45,7 +45,8 @@ RUNS = {
     "whole medusa": ONE_LAYER | {"drafter": "medusa", "max_steps": 5},  # to be tuned further
     "dflash": ONE_LAYER | PARD | {"drafter": "dflash", "num_draft_layers": 2},
     "dflash trimmed bf16": TRIMMED | PARD | {"drafter": "dflash", "dtype": "bfloat16"},
-    "mtp": ONE_LAYER | {"drafter": "mtp", "target": "hybrid", "max_steps": 120},
+    "mtp": ONE_LAYER | {"drafter": "mtp", "target": "mtp", "max_steps": 120},
+    "mtp hybrid": ONE_LAYER | {"drafter": "mtp", "target": "hybrid", "max_steps": 120},
     "pard sibling": {"draft": "target"} | PARD,
     "pard lora": {"draft": "target"} | PARD | LORA,
     "pard pruned": ONE_LAYER | PARD,
@@ -100,8 +101,8 @@ def folder(shared, tiny_llama):
     """Models, each with its tokenizer, and prompts.
 
     target/ and roomy/, which has rows behind its last token; draft/ with other tokens; moved/ with
-    the target's in another order; small/ and large/ with padded heads; hybrid/ with an MTP head and
-    a layer of linear attention.
+    the target's in another order; small/ and large/ with padded heads; mtp/ with an MTP head,
+    hybrid/ with one and with a layer of linear attention.
     """
     return shared("pair", lambda made: make_models(made, tiny_llama))
 
@@ -125,9 +126,10 @@ def make_models(folder, tiny_llama):
         if name == "draft":
             model.config.auto_map = {"AutoModel": "code.Draft"}
         model.save_pretrained(folder / name)
-    keys = {"vocab_size": TOKENS, "eos_token_id": 0}
-    save_target(folder / "hybrid", "qwen3_next", seed=4, spread=1, sure=24, **keys)
-    words.from_pretrained(folder / "target").save_pretrained(folder / "hybrid")
+    for name, family, seed, sure in (("mtp", "deepseek_v3", 6, 8), ("hybrid", "qwen3_next", 0, 24)):
+        keys = {"vocab_size": TOKENS, "eos_token_id": 0}
+        save_target(folder / name, family, seed, spread=1, sure=sure, **keys)
+        words.from_pretrained(folder / "target").save_pretrained(folder / name)
     backend = json.loads((folder / "target" / "tokenizer.json").read_text())
     vocabulary = backend["model"]["vocab"]
     size = len(vocabulary)

@@ -5,9 +5,9 @@ norm) at the token before the newest, and drafts the token d + 1 positions after
 1, …: a residual block, then an LM head that all heads share. No cache and no model that reads the
 text are needed, so a draft step is one head.
 
-A folder holds the checkpoint that vLLM up to 0.32 loads (its MedusaModel), and compact.json if
-draftsmith made it. Legend: T positions, D heads, H hidden size, K entries of the LM head, V the
-target's vocabulary.
+A folder holds the checkpoint that vLLM loads (its MedusaModel), and compact.json if draftsmith made
+it. Legend: T positions, D heads, H hidden size, K entries of the LM head, V the target's
+vocabulary.
 """
 
 from __future__ import annotations

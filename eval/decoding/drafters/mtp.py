@@ -1,9 +1,10 @@
 """MTP: a target's own head for multi-token prediction, one more decoder layer (arXiv 2412.19437).
 
 Input i of the layer is the embedding of token i + 1, and a state [H] of token i: the target's last
-hidden state if the target has read token i, else the layer's output for the input before, after its
-last norm. The checkpoints of Qwen3-Next and Qwen3.5 store the layer as `mtp`. transformers leaves
-these tensors out when it loads the target.
+hidden state if the target has read token i, else the layer's output for the input before. The
+checkpoint of the target stores the layer as `model.layers.N`, with N the number of its layers
+(DeepSeek-V3, GLM-4.5), or as `mtp` (Qwen3-Next, Qwen3.5). transformers leaves these tensors out
+when it loads the target.
 
 A folder holds these tensors alone, in the target's names or in the layout of speculators. If
 draftsmith made it, it also has compact.json and `served/`: the target's own files as links,
@@ -39,21 +40,31 @@ from eval.decoding.drafters.drafter import on_target_ids
 from eval.decoding.drafters.eagle3 import Eagle3Drafter
 from eval.decoding.drafters.formats import DraftFormat
 from eval.decoding.forward import HiddenStates, KVCache
+from eval.decoding.recurrent import HYBRID
 from eval.decoding.target import Target, model_bytes
 from eval.decoding.transformers_forward import TransformersDecoder
 
 ARCHITECTURE = "DraftsmithMtp"  # in a draft's config.json, which is otherwise the target's
 SERVED = "served"  # a folder in the draft's folder: what engines load
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # the target's
+LAYER = "model.layers.0."  # the names of the layer here
+HEAD = "shared_head.head.weight"  # a checkpoint's copy of the target's LM head
 FULL = ["full_attention"]
 EXPERT = re.compile(r"(.*mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-LAYER = re.compile(r"mtp(_layers\.(?P<other>\d+)|(\.layers\.(?P<own>\d+))?)\.(?P<part>.*)")
+# Whether a later step of a draft reads the layer's output after its last norm, as vLLM 0.32
+# computes it. The families in HYBRID store the layer as `mtp`, and the first input of a text has an
+# embedding; in the other two it is zero.
+NORMED = {"deepseek_v3": True, "glm4_moe": False} | dict.fromkeys(HYBRID, True)
+PARTS = {  # tensors of `mtp` and their names here
+    "mtp.fc.weight": "eh_proj.weight",
+    "mtp.pre_fc_norm_embedding.weight": "enorm.weight",
+    "mtp.pre_fc_norm_hidden.weight": "hnorm.weight",
+    "mtp.norm.weight": "shared_head.norm.weight",
+}
 SPECULATORS = {  # tensors of `mtp_layers.0` in the layout of speculators, and their names here
-    "input_proj.weight": "model.fc.weight",
-    "token_layernorm.weight": "model.pre_fc_norm_embedding.weight",
-    "hidden_layernorm.weight": "model.pre_fc_norm_hidden.weight",
-    "final_layernorm.weight": "model.norm.weight",
-    "embed_tokens.weight": EMBEDDING,
+    "input_proj.weight": "eh_proj.weight",
+    "token_layernorm.weight": "enorm.weight",
+    "hidden_layernorm.weight": "hnorm.weight",
+    "final_layernorm.weight": "shared_head.norm.weight",
 }
 
 
@@ -82,7 +93,7 @@ class Mtp(DraftFormat):
         model.lm_head = target.model.get_output_embeddings()
         return MtpDrafter(
             **on_target_ids(token_ids, target.decoder.embedding, self.name),
-            bytes=model_bytes(model, EMBEDDING, HEAD),
+            bytes=model_bytes(model, "model.embed_tokens.weight", "lm_head.weight"),
             decoder=MtpDecoder(model, target.decoder.context_length),
             layers=(target.model.config.get_text_config().num_hidden_layers,),
         )
@@ -91,44 +102,73 @@ class Mtp(DraftFormat):
 FORMAT = Mtp()
 
 
-def layer_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of the layer in a checkpoint, by their names here: `model` in place of `mtp`.
+def layer_tensors(folder: Path, config: PreTrainedConfig) -> dict[str, Tensor]:
+    """The tensors of the layer in a checkpoint, by their names here without `model.layers.0.`.
 
-    Raises UserError if it has none, or several layers.
+    config: of the target. Raises UserError if it has none, or several layers.
     """
     tensors, layers = {}, set()
-    wanted = Checkpoint.open(folder).tensors(lambda name: LAYER.fullmatch(name) is not None)
+    wanted = Checkpoint.open(folder).tensors(lambda name: place_of(name, config) is not None)
     for name, tensor in wanted.items():
-        match = LAYER.fullmatch(name)
-        assert match is not None
-        layers.add(int(match["other"] or match["own"] or 0))
-        place = name.replace("mtp.", "model.", 1)
-        if match["other"]:
-            place = SPECULATORS.get(match["part"], f"model.layers.0.{match['part']}")
-        tensors[place] = tensor
+        if place := place_of(name, config):
+            layers.add(place[0])
+            tensors[place[1]] = tensor
     if len(layers) != 1:
         raise UserError(
-            f"{folder} has {len(layers)} layers for multi-token prediction (mtp.layers), but "
-            "drafter mtp tunes exactly one. Fine-tuning may drop it: name the base model that has "
-            "it with draft."
+            f"{folder} has {len(layers)} layers for multi-token prediction ({prefix_of(config)}), "
+            "but drafter mtp tunes exactly one. Fine-tuning may drop it: name the base model that "
+            "has it with draft."
         )
     return tensors
+
+
+def prefix_of(config: PreTrainedConfig) -> str:
+    """The beginning of the layer's names in a checkpoint. config: of the target."""
+    hybrid = config.model_type in HYBRID
+    return "mtp.layers.0." if hybrid else f"model.layers.{config.num_hidden_layers}."
+
+
+def place_of(name: str, config: PreTrainedConfig) -> tuple[int, str] | None:
+    """The number of a checkpoint's layer, and the tensor's name in it here.
+
+    None for a tensor that is not of the layer. config: of the target.
+    """
+    if match := re.fullmatch(r"mtp_layers\.(\d+)\.(.*)", name):
+        return int(match[1]), SPECULATORS.get(match[2], match[2])
+    hybrid = config.model_type in HYBRID
+    match = re.fullmatch(rf"{'mtp' if hybrid else 'model'}\.layers\.(\d+)\.(.*)", name)
+    if match and (hybrid or int(match[1]) >= config.num_hidden_layers):
+        return int(match[1]), match[2]
+    if hybrid and name.startswith("mtp."):
+        return 0, PARTS.get(name, name.removeprefix("mtp."))
+    return None
+
+
+def stored_name(name: str, config: PreTrainedConfig) -> str:
+    """The inverse of `place_of`."""
+    parts = PARTS if config.model_type in HYBRID else {}
+    stored = {part: place for place, part in parts.items()}
+    return stored.get(name, prefix_of(config) + name)
 
 
 def build_mtp(target: PreTrainedConfig) -> Any:
     """The draft without weights: a model of the target's class with this layer alone.
 
-    target: the target's config.
+    The layer has the modules of the checkpoint. The body has no last norm, because some families
+    pass the layer's output on without it. target: the target's config.
     """
     config: Any = copy.deepcopy(target)
-    config.num_hidden_layers, config.layer_types = 1, FULL
-    config.mlp_only_layers, config.decoder_sparse_step = [], 1
+    config.num_hidden_layers, config.first_k_dense_replace = 1, 0  # the layer has experts
+    if config.model_type in HYBRID:
+        config.layer_types, config.mlp_only_layers, config.decoder_sparse_step = FULL, [], 1
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
-        body, size, eps = model.model, config.hidden_size, config.rms_norm_eps
-        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden"):
-            setattr(body, name, type(body.norm)(size, eps))
-        body.fc = nn.Linear(2 * size, size, bias=False)
+        layer, norm = model.model.layers[0], type(model.model.norm)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        layer.enorm, layer.hnorm = norm(size, eps), norm(size, eps)
+        layer.eh_proj = nn.Linear(2 * size, size, bias=False)
+        layer.shared_head = nn.ModuleDict({"norm": norm(size, eps)})
+        model.model.norm = nn.Identity()
     model._weight_conversions = []  # checkpoints of a training keep the experts in one tensor
     model._no_split_modules = []  # parts of the layer are called alone, so it is not a shard unit
     return model
@@ -143,13 +183,17 @@ def load_mtp(
     UserError if the layer is missing or has other parts or another embedding.
     """
     config = base or Checkpoint.open(folder).text_config
-    tensors = layer_tensors(folder)
+    tensors = layer_tensors(folder, config)
     if base is None:
-        check_compact(folder, embedding, tensors["model.fc.weight"].dtype)
-    refuse_other_embedding(folder, tensors.pop(EMBEDDING, None), embedding)
+        check_compact(folder, embedding, tensors["eh_proj.weight"].dtype)
+    refuse_other_embedding(folder, tensors.pop("embed_tokens.weight", None), embedding)
+    tensors.pop(HEAD, None)
     model = build_mtp(config)
-    tensors = {k: v.to(embedding.dtype) for k, v in fused_experts(tensors).items()}
-    fill(model, tensors | {EMBEDDING: embedding, HEAD: head.to(embedding.dtype)}, folder)
+    floating = {name for name, _ in model.named_parameters()}
+    named = {LAYER + name: tensor for name, tensor in fused_experts(tensors).items()}
+    cast = {k: v.to(embedding.dtype) if k in floating else v for k, v in named.items()}
+    cast["lm_head.weight"] = head.to(embedding.dtype)
+    fill(model, cast | {"model.embed_tokens.weight": embedding}, folder)
     # rotary tables are not in the checkpoint, so they are computed
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     loaded: PreTrainedModel = model.to(embedding.device).eval()
@@ -170,11 +214,15 @@ def fused_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return kept
 
 
-def joined(body: Any, embedded: Tensor, hidden: Tensor) -> Tensor:
+def joined(layer: Any, embedded: Tensor, hidden: Tensor) -> Tensor:
     """The layer's inputs [B, T, H], from the embeddings and the states [B, T, H]."""
-    parts = body.pre_fc_norm_embedding(embedded), body.pre_fc_norm_hidden(hidden)
-    inputs: Tensor = body.fc(torch.cat(parts, -1))
-    return inputs
+    return layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], -1))
+
+
+def outputs(layer: Any, family: str, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The LM head's input and the next step's state, from the layer's output; each [B, T, H]."""
+    normed = layer.shared_head.norm(state)
+    return normed, normed if NORMED[family] else state
 
 
 class MtpDecoder(TransformersDecoder):
@@ -194,14 +242,18 @@ class MtpDecoder(TransformersDecoder):
     def read(
         self, tokens: Tensor, hidden: Tensor, start: int, cache: KVCache
     ) -> tuple[Tensor, Tensor]:
-        """The head's input, which is also the state of the next input [1, T, H].
+        """The head's input and the state of the next input; both [1, T, H].
 
         tokens, hidden: the layer's inputs [1, T], [1, T, H]. start: the number of the first input.
         """
         body: Any = self.model.base_model
-        inputs = joined(body, F.embedding(tokens, self.embedding), hidden)
-        state: Tensor = self.run(body, start, cache, inputs_embeds=inputs).last_hidden_state
-        return state, state
+        (layer,) = body.layers
+        embedded = F.embedding(tokens, self.embedding)
+        if start == 0 and self.config.model_type not in HYBRID:
+            embedded[:, 0] = 0
+        inputs = joined(layer, embedded, hidden)
+        state = self.run(body, start, cache, inputs_embeds=inputs).last_hidden_state
+        return outputs(layer, self.config.model_type, state)
 
 
 @dataclass(kw_only=True)

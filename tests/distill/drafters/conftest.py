@@ -38,7 +38,7 @@ def random_draft(target):
         kind = kinds()[name]
         read = layers or kind.target_layers(target.model.config.to_dict())
         if name == "mtp":
-            config = mtp_config("qwen3_next", hidden_size=SIZE, vocab_size=VOCAB)
+            config = mtp_config("deepseek_v3", hidden_size=SIZE, vocab_size=VOCAB)
             return to_train(random_head(config, 2), target.decoder.embedding)
         lora = {"lora_r": 4, "lora_alpha": 2}  # a larger one would drown what is read
         origin = Origin(target, token_ids, [], 1, 3, read, MASK, **lora)

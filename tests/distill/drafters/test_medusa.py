@@ -1,4 +1,4 @@
-"""Medusa heads as they are trained: what they learn from, their export."""
+"""Medusa heads as they are trained: what they learn from, their fit, their export."""
 
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from align.errors import UserError
 from align.files import read_json
 from distill.drafters import medusa
 from distill.drafters.kind import Draft
+from distill.drafters.medusa import fit_heads
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl, head_loss
 from eval.decoding.drafters.medusa import MedusaConfig, MedusaModel
@@ -68,6 +69,42 @@ def test_each_head_learns_the_token_of_its_own_place(monkeypatch):
     assert float(output.loss.detach()) == pytest.approx(total / (1 + 1 / 2 + 1 / 4), rel=1e-4)
     output.loss.backward()
     assert all(block.layers[0].weight.grad.abs().sum() > 0 for block in model.blocks)
+
+
+def test_the_fit_is_near_the_least_squares_that_blocks_cannot_be():
+    """States that turn by one matrix a token: head d must give what the target's head would."""
+    torch.manual_seed(2)
+    turn = torch.linalg.qr(torch.randn(SIZE, SIZE)).Q
+    texts = []
+    for _ in range(40):
+        rows = [torch.randn(SIZE)]
+        for _ in range(30):
+            rows.append(turn @ rows[-1])
+        # what every state has in common, which the fit needs to take a constant out
+        texts.append(torch.stack(rows[15:]) + 3.0)
+    model = heads(torch.arange(VOCAB))
+    with torch.no_grad():  # which tokens are likely does not depend on what all states share
+        model.lm_head.weight -= model.lm_head.weight.mean(1, keepdim=True)
+    head = model.lm_head.weight.detach().clone()
+    fit_heads(model, texts)
+    for depth, block in enumerate(model.blocks, start=1):
+        x = torch.cat([states[:-depth] for states in texts])
+        y = torch.cat([states[depth:] for states in texts])
+        drafted = model.lm_head(block(x)).argmax(-1)
+        assert ((y @ head.T).argmax(-1) == drafted).float().mean() > 0.6
+        untrained = (x @ head.T).argmax(-1) == (y @ head.T).argmax(-1)
+        assert untrained.float().mean() < 0.3
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_heads_deeper_than_every_output_are_not_fitted(length):
+    torch.manual_seed(2)
+    model = heads()
+    before = [block.layers[0].weight.detach().clone() for block in model.blocks]
+    fit_heads(model, [torch.randn(length, SIZE) for _ in range(200)])
+    assert all(weight.isfinite().all() for weight in model.parameters())
+    same = [torch.equal(a, b.layers[0].weight) for a, b in zip(before, model.blocks, strict=True)]
+    assert same == [depth >= length for depth in range(1, HEADS + 1)]
 
 
 def test_heads_are_read_as_they_were_saved_and_by_no_other_target(tmp_path):

@@ -33,7 +33,7 @@ def added(monkeypatch):
 
 
 def test_it_goes_from_a_recipe_to_its_report(job, tmp_path, added):
-    recipe = job(tmp_path / "run", **TRIMMED, drafter="one_head", learning_rate=1e-3, max_steps=120)
+    recipe = job(tmp_path / "run", **TRIMMED, drafter="one_head", max_steps=120)
     assert run(recipe) == 0
     assert read_json(recipe.folder / "draft" / "compact.json")["drafter"] == "one_head"
     drafts = read_report(recipe.folder / "report" / "report.json").drafts

@@ -198,6 +198,16 @@ def test_the_served_head_makes_the_trimmed_heads_greedy_choices(target, answers)
     assert tuned.lm_head.weight.shape[0] == 25  # the trimmed one is left as it was
 
 
+def test_trimmed_tokens_that_keep_probability_are_warned_of(target, answers, monkeypatch):
+    """Here by nothing, so that they have the mean logit."""
+    draft = prune_and_fit(target, answers, 2, 25, [0, 1])
+    tuned = draft.model
+    tuned.lm_head = linear(tuned.lm_head.weight.detach()[draft.token_ids])
+    monkeypatch.setattr("distill.export.SUPPRESSION", 0.0)
+    with pytest.warns(UserWarning, match="whole vocabulary"):
+        full_vocabulary(tuned, draft.token_ids, answers)
+
+
 @pytest.mark.parametrize("layers", [LAYERS, LAYERS + 1])
 def test_a_number_of_layers_that_prunes_nothing_is_refused(target, layers):
     with pytest.raises(ValueError, match=f"num_draft_layers {layers} must be at least 1 and below"):

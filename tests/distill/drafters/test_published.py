@@ -221,7 +221,9 @@ def test_a_published_pard_draft_is_trained_as_one(job, finished, tmp_path):
         of_kind(job(tmp_path, draft=draft, drafter="sibling"))
 
 
-@pytest.mark.parametrize(("name", "drafter"), [("target", "eagle3"), ("hybrid", "mtp")])
+@pytest.mark.parametrize(
+    ("name", "drafter"), [("target", "eagle3"), ("mtp", "mtp"), ("hybrid", "mtp")]
+)
 def test_a_draft_is_rebuilt_for_its_target_after_a_fine_tune(
     job, finished, folder, tmp_path, name, drafter
 ):

@@ -546,7 +546,9 @@ def test_a_draft_measured_in_running_servers_is_published(stand_in, served, tmp_
         publish_main([*publishing, str(tmp_path / "again")])
     assert stopped.value.code == 2
     assert "which weights were served" in capsys.readouterr().err
-    assert evaluation.main([*asked, "--draft", "mine=D", "--prompts", "P"]) == 2
+    prompts = str(recipe.folder / "prompts" / "eval.jsonl")  # the Hub is not asked
+    assert evaluation.main([*asked, "--draft", "mine=D", "--prompts", prompts]) == 2
+    assert "mine" in capsys.readouterr().err
 
 
 def test_of_a_target_on_the_hub_no_weights_are_fetched(stand_in, served, monkeypatch):

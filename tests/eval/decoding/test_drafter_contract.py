@@ -194,8 +194,9 @@ def medusa(world):
     )
 
 
-def mtp(world):
-    model = random_head(mtp_config("qwen3_next", vocab_size=world.vocab), 2)
+def mtp(world, family):
+    """A head of that family on this target."""
+    model = random_head(mtp_config(family, vocab_size=world.vocab), 2)
     model.set_input_embeddings(world.target.model.get_input_embeddings())
     return MTP.drafter(model, None, world.target)
 
@@ -238,7 +239,9 @@ DRAFTERS = {
     "DFlash, windows": (dflash_windows, "any"),
     "DFlash2": (dflash2, "any"),
     "Uno": (uno, "some"),
-    "MTP": (mtp, "any"),
+    "MTP, DeepSeek": (lambda world: mtp(world, "deepseek_v3"), "any"),
+    "MTP, GLM": (lambda world: mtp(world, "glm4_moe"), "any"),
+    "MTP, Qwen": (lambda world: mtp(world, "qwen3_next"), "any"),
     "n-gram": (lambda world: prompt_lookup(world.target), "some"),
     "n-gram, then by map": (first(by_map), "some"),
     "n-gram, then EAGLE-3": (first(eagle3), "some"),
