@@ -14,6 +14,7 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -65,7 +66,7 @@ def parser_of(command: type, program: str, about: str, as_text: bool = False) ->
     """
     summary, examples, *_ = about.split("\n\n")
     parser = Parser(program, description=summary, epilog=examples, allow_abbrev=not as_text)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.formatter_class = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)
     parser.argument_default = argparse.SUPPRESS
     group: Any = parser
     hints, usage = typing.get_type_hints(command, include_extras=True), [program]

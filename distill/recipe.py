@@ -66,29 +66,46 @@ HubId = Annotated[str, Field(pattern=r"^\w[\w.-]*/[\w.-]+$")]
 class Recipe:
     """The settings of a run; each field except `training` is a recipe key."""
 
-    target: Text = _key("model to speed up: Hub id, folder, GGUF file or pypi: file")
+    target: Text = _key(
+        "model to speed up: Hub id, folder, GGUF file or pypi: file", group="target and prompts"
+    )
     train_prompts: Text = _key("training prompts: Hub data set, pypi: file, .jsonl or embedded:…")
     eval_prompts: Text = _key("evaluation prompts; near-duplicates of them are not trained on")
     old_prompts: Text | None = _key("prompts that a trained draft knows: 3 in 10 to train on", None)
-    name: Text = _key("name of run and output folder; default: the file's name", "run")
-    domain: Text = _key("what the draft is for, as text for the model card", "general")
-    target_hub_id: HubId | None = _key("the target's ORG/NAME on the Hub, for the model card", None)
-    draft: Text | None = _key("sibling or published draft; null: made from the target", None)
-    drafter: Text | None = _key("kind of draft; null: sibling if draft is set, else pruned", None)
-    output_dir: Text | None = _key("output folder; null: outputs/NAME", None)
-    minutes: Positive | None = _key("time budget of the run; null: no time limit", None)
     instruction: Text | None = _key("user message; {prompt} stands for the prompt", None)
     chat_template_kwargs: dict[str, Any] | None = _key("arguments of the chat template", None)
     max_prompt_length: Count | None = _key("most tokens of a prompt; null: what fits", None)
     long_prompts: LongPrompts = _key("longer prompts: error, drop or truncate_left", "error")
     max_train_prompts: Count = _key("most training prompts; the seed draws them", 2000)
     max_eval_prompts: Count | None = _key("most evaluation prompts; null: all", None)
+    name: Text = _key("name of run and output folder; default: the file's name", "run", group="run")
+    domain: Text = _key("what the draft is for, as text for the model card", "general")
+    target_hub_id: HubId | None = _key("the target's ORG/NAME on the Hub, for the model card", None)
+    output_dir: Text | None = _key("output folder; null: outputs/NAME", None)
+    minutes: Positive | None = _key("time budget of the run; null: no time limit", None)
+    dtype: Literal["bfloat16", "float16", "float32"] = _key(
+        "dtype of target and draft; without bf16 instructions float32 on a CPU, float16 on a GPU",
+        "bfloat16",
+    )
+    device_map: Literal["auto"] | None = _key("auto: the target's layers over all GPUs", None)
+    dry_run: bool = _key("print what the run needs and a draft can gain, then stop", False)
+    coverage_curve: bool = _key("print what trimmed heads would lose, then stop", False)
+    draft: Text | None = _key(
+        "sibling or published draft; null: made from the target", None, group="draft"
+    )
+    drafter: Text | None = _key("kind of draft; null: sibling if draft is set, else pruned", None)
     strategy: Strategy = _key("vocabulary mapping; auto: the one that fits the pair", "auto")
     num_draft_layers: Count = _key("layers of a pruned draft (the target's first) or of DFlash", 2)
     draft_vocab_size: Count | None = _key("entries of the draft's LM head; null: all", None)
     fit_tokens: Count = _key("output tokens for the least-squares initialisation", 20_000)
-    device_map: Literal["auto"] | None = _key("auto: the target's layers over all GPUs", None)
-    answers: Answerer = _key("source of the target's outputs: local, vllm, server, logged", "auto")
+    use_peft: bool = _key("LoRA on all linear layers but the head; false: full fine-tuning", False)
+    lora_r: Count = _key("rank of the adapters", 64)
+    lora_alpha: Count = _key("the adapters are scaled by lora_alpha / lora_r", 128)
+    answers: Answerer = _key(
+        "source of the target's outputs: local, vllm, server, logged",
+        "auto",
+        group="outputs of the target",
+    )
     answer_url: Text | None = _key("address of the target's server, http://HOST:PORT", None)
     answer_model: Text | None = _key("the target's name on its server; null: its only model", None)
     answer_temperature: NotNegative = _key("temperature of the outputs to train on", 0.0)
@@ -98,33 +115,26 @@ class Recipe:
     answer_max_new_tokens: Count = _key("most tokens of an output to train on", 128)
     answer_batch_size: Count = _key("prompts in a batch, or requests in flight", 48)
     cache_top_k: Count = _key("likeliest tokens that are cached of each distribution", 15)
-    loss: LossName | Literal["auto"] = _key("function of losses.py; auto: by temperature", "auto")
+    loss: LossName | Literal["auto"] = _key(
+        "function of losses.py; auto: by temperature", "auto", group="training"
+    )
     held_out_prompts: AtLeastNone = _key("held out to choose the best weights; at most 1 in 20", 32)
     early_stopping_patience: Count | None = _key("end after N measurements without a new best", 5)
     teacher_temperature: UpToOne = _key("below 1 sharpens the target: p ** (1 / value)", 1.0)
     tokens_per_step: Count | None = _key("tokens of a step's texts; null: 2048, GPU: 8192", None)
     ttt_steps: Count = _key("steps of an EAGLE-3 draft that are trained together", 3)
     activation_checkpointing: bool = _key("recompute activations: slower, far less memory", False)
-    use_peft: bool = _key("LoRA on all linear layers but the head; false: full fine-tuning", False)
-    lora_r: Count = _key("rank of the adapters", 64)
-    lora_alpha: Count = _key("the adapters are scaled by lora_alpha / lora_r", 128)
-    temperature: NotNegative = _key("deployed temperature; 0: greedy", 0.0)
+    temperature: NotNegative = _key("deployed temperature; 0: greedy", 0.0, group="evaluation")
     top_k: Count | None = _key("deployed top-k; null: every token", None)
     top_p: UpToOne = _key("deployed top-p; 1: every token", 1.0)
     max_new_tokens: Count = _key("most tokens of an output in the evaluation", 128)
     gamma: Count | None = _key("draft length; null: chosen on the tuning prompts", None)
     max_gamma: Count = _key("longest draft length", 6)
     speed_prompts: Count = _key("most evaluation prompts that are timed", 40)
+    tuning_prompts: Count = _key("training prompts set aside to choose the draft length", 8)
     engine: Literal["auto", "vllm"] | None = _key(
         "also measures the drafts; auto: vllm if it is installed; null: none", "auto"
     )
-    tuning_prompts: Count = _key("training prompts set aside to choose the draft length", 8)
-    dtype: Literal["bfloat16", "float16", "float32"] = _key(
-        "dtype of target and draft; without bf16 instructions float32 on a CPU, float16 on a GPU",
-        "bfloat16",
-    )
-    dry_run: bool = _key("print what the run needs and a draft can gain, then stop", False)
-    coverage_curve: bool = _key("print what trimmed heads would lose, then stop", False)
     training: dict[str, Any] = field(default_factory=dict)  # fields of TrainingArguments
 
     @property
