@@ -20,6 +20,7 @@ folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
 "${PYTHON:-python3}" -m venv "$folder/venv"
 "$folder/venv/bin/pip" install --quiet speculators==0.9.0 transformers==5.19.0 torch==2.13.0
+"$folder/venv/bin/pip" uninstall --quiet --yes torchvision torchaudio # not used; other builds break
 cd "$folder"
 HF_HUB_OFFLINE=1 venv/bin/python - <<'PY'
 from pathlib import Path

@@ -199,7 +199,7 @@ class LocalTarget(AnsweringTarget):
         share = [i for group in groups for i in group]
         if not share:
             return
-        # of all shares: equal batches, so equal bits, for any number of processes
+        # of all shares: equal batches for any number of processes
         rows = min(settings.batch_size, len(missing))
         names, prompts = [names[i] for i in share], [prompts[i] for i in share]
         target = self.load()  # before the progress bar begins

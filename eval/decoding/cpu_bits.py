@@ -34,11 +34,14 @@ def whole_blocks(slots: int) -> int:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear of [B, T, I].
 
+    Of rows that are not contiguous, as the last positions of texts, torch makes a batched product,
+    for which it copies the weight B times.
     In bf16, one row with long sums is computed together with a copy. Two rows take no longer than
     one, because the weights are read once.
     In fp32, few rows become the columns of the right matrix. With F.linear, MKL sums one row in
     another order than two, and reads the weights more slowly (docs/lab-notes.md).
     """
+    x = x.contiguous()
     if x.device.type != "cpu":
         return F.linear(x, weight, bias)
     rows = x.shape[0] * x.shape[1]

@@ -49,6 +49,13 @@ class KVCache:
         for mine, theirs in zip(self.keys + self.values, other.keys + other.values, strict=True):
             mine[row, :, :length] = theirs[other_row, :, :length]
 
+    def only(self, rows: list[int]) -> KVCache:
+        """The cache of these rows alone. Do not use the old cache afterwards."""
+        for held in (self.keys, self.values):
+            for layer, tensor in enumerate(held):  # by layer, as below
+                held[layer] = selected(tensor, rows)
+        return self
+
     def resized(self, slots: int) -> KVCache:
         """The cache, cut or padded to `slots` slots. Do not use the old cache afterwards."""
         more = slots - self.slots
@@ -56,6 +63,11 @@ class KVCache:
             for layer, tensor in enumerate(held):  # by layer, so that memory never holds two caches
                 held[layer] = F.pad(tensor, (0, 0, 0, more))
         return self
+
+
+def selected(tensor: Tensor, rows: list[int]) -> Tensor:
+    """A copy of these rows of a tensor."""
+    return tensor.index_select(0, torch.tensor(rows, device=tensor.device))
 
 
 def empty_cache(

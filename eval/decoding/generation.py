@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eval.decoding.forward import PIECE, Decoder, HiddenStates, in_pieces
+from eval.decoding.forward import PIECE, Decoder, HiddenStates, in_pieces, selected
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import argmax, inverse_cdf, warp
 
@@ -92,11 +92,13 @@ def generate_batched(
 ) -> Iterator[Generated]:
     """Yields the outputs in the order in which they end. prompts: token ids, none of them empty.
 
-    When an output ends, the next prompt takes its row, so that no step is spent on finished rows.
-    Prompts longer than PIECE run separately from shorter ones, in fewer rows (`rows_at_once`).
-    seeds: one per prompt; all random numbers of its output come from its seed. Every step has the
-    same number of rows, and prompts are read in `prefill_groups`. Therefore an output's bits depend
-    only on the prompts that are read with its prompt, and on the numbers of rows and slots.
+    When an output ends, the next prompt takes its row; when no prompt is left and half of the rows
+    are free, these are dropped. So few steps are spent on finished rows. Prompts longer than PIECE
+    run separately from shorter ones, in fewer rows (`rows_at_once`).
+    seeds: one per prompt; all random numbers of its output come from its seed. The first tokens
+    that all prompts share are read once, the others in `prefill_groups`. Therefore an output's bits
+    depend only on the prompts that are read with its prompt, and on the numbers of rows, slots and
+    shared tokens.
     bar: from `tokens_bar`; when an output ends early, the bar counts the missing tokens, too.
     """
 
@@ -127,7 +129,7 @@ def _generate(
     sampling, capture, layers = decoding.sampling, kept.capture, kept.layers
     queue = prefill_groups(prompts)
     longest = len(prompts[0])
-    # a forward reads only the slots in use, so a large cache costs no time
+    # steps read all slots of the rows; a cache of fewer, resized now and then, gained no time
     cache = target.new_cache(rows, longest + decoding.max_new_tokens)
     prefilled = target.new_cache(1 if longest > PIECE else PREFILL_ROWS, longest)
     waiting: list[int] = []  # prompts in the rows of `prefilled`
@@ -141,26 +143,33 @@ def _generate(
         (rows, decoding.max_new_tokens), dtype=torch.float64, device=target.device
     )
 
+    def read(texts: list[list[int]], start: int) -> tuple[list[Any], list[Any]]:
+        """Read texts of one length into `prefilled`; by row what was captured, and the states."""
+        captured: list[Any] = [[] for _ in texts]
+        if not texts[0]:
+            return captured, [[] for _ in texts]
+        tokens, states = torch.tensor(texts, device=target.device), dict.fromkeys(layers)
+        for logits in in_pieces(target, tokens, start, prefilled, not kept.in_prompts, states):
+            if capture and kept.in_prompts:
+                for of_row, row_logits in zip(captured, logits, strict=True):
+                    of_row.extend(zip(*capture(row_logits), strict=True))
+        return captured, [*_on_host(states)] if layers else [[] for _ in texts]
+
+    shared = _shared(prompts)
+    first = read([prompts[0][:shared]] * prefilled.rows, 0)  # its slots are not written again
+
     def admit(row: int) -> Generated | None:
         """Give the row the next prompt, cached except its last token; None if no prompt is left."""
         if not waiting and queue:
             waiting[:] = queue.pop(0)
-            width = max(len(prompts[i]) for i in waiting) - 1
-            if width > 0:
-                # the padding of a head is overwritten before any step reads it
-                heads = [(prompts[i][:-1] + [0] * width)[:width] for i in waiting]
-                heads += heads[:1] * (prefilled.rows - len(heads))
-                read = torch.tensor(heads, device=target.device)
-                states = dict.fromkeys(layers)
-                pieces = in_pieces(target, read, 0, prefilled, not kept.in_prompts, states)
-                for at, logits in zip(range(0, width, PIECE), pieces, strict=True):
-                    if capture and kept.in_prompts:
-                        for i, row_logits in zip(waiting, logits, strict=False):
-                            captured = capture(row_logits[: max(0, len(prompts[i]) - 1 - at)])
-                            in_prompts.setdefault(i, []).extend(zip(*captured, strict=True))
-                if layers:
-                    for i, row_states in zip(waiting, _on_host(states), strict=False):
-                        in_heads[i] = [row_states[: len(prompts[i]) - 1].clone()]
+            width = max(len(prompts[i]) for i in waiting) - 1 - shared
+            # the padding of a head is overwritten before any step reads it
+            heads = [(prompts[i][shared:-1] + [0] * width)[:width] for i in waiting]
+            heads += heads[:1] * (prefilled.rows - len(heads))
+            for i, captured, states in zip(waiting, *read(heads, shared), strict=False):
+                size = len(prompts[i]) - 1 - shared
+                in_prompts[i] = first[0][0] + captured[:size]
+                in_heads[i] = [part for part in (first[1][0], states[:size]) if len(part)]
         positions[row] = used[row] = moves[row] = 0
         if not waiting:
             return None
@@ -178,6 +187,11 @@ def _generate(
     for row in range(rows):
         running.append(admit(row))
     while any(running):
+        busy = [row for row, output in enumerate(running) if output is not None]
+        if 2 * len(busy) <= len(running) and not (waiting or queue):
+            cache, running = cache.only(busy), [running[row] for row in busy]
+            by_row = tokens, positions, used, moves, uniforms
+            tokens, positions, used, moves, uniforms = (selected(t, busy) for t in by_row)
         states = dict.fromkeys(layers)
         logits = target.forward(tokens[:, None], positions, cache, states=states)[:, -1]
         on_host = _on_host(states) if layers else None
@@ -202,6 +216,13 @@ def _generate(
             if token in decoding.stops or len(output.tokens) == decoding.max_new_tokens:
                 yield output
                 running[row] = admit(row)
+
+
+def _shared(prompts: Sequence[list[int]]) -> int:
+    """The number of first tokens that all prompts have, without the last token of any."""
+    pairs = zip(min(prompts), max(prompts), strict=False)
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+    return min(sum(1 for _ in same), min(map(len, prompts)) - 1)
 
 
 def _on_host(states: HiddenStates) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from eval.decoding.forward import KVCache
+from eval.decoding.forward import KVCache, selected
 
 LINEAR = "linear_attention"  # in a config's layer_types
 # families whose decoder layers have `input_layernorm`, then `linear_attn`
@@ -75,6 +75,14 @@ class StatefulCache(KVCache):
     def copy_row(self, row: int, other: KVCache, other_row: int, length: int) -> None:
         super().copy_row(row, other, other_row, length)
         self.begun[row] = self.ended[row] = -1
+
+    def only(self, rows: list[int]) -> KVCache:
+        for held in (self.before, self.after):
+            held.update(
+                {n: tuple(selected(state, rows) for state in parts) for n, parts in held.items()}
+            )
+        self.begun, self.ended = [self.begun[r] for r in rows], [self.ended[r] for r in rows]
+        return super().only(rows)
 
     def after_step(self, start: int, width: int) -> None:
         """Count as after a step of `width` tokens of whose draft half was rejected, for timing.

@@ -188,7 +188,9 @@ class TransformersDecoder:
         last_only: bool = False,
         states: HiddenStates | None = None,
     ) -> Tensor:
-        kept = {"logits_to_keep": int(last_only), "output_hidden_states": bool(states)}
+        # an index, because of a slice torch copies the LM head once a row (cpu_bits.linear)
+        last = torch.tensor([tokens.shape[1] - 1], device=self.device)
+        kept = {"logits_to_keep": last if last_only else 0, "output_hidden_states": bool(states)}
         output = self.run(self.model, start, cache, input_ids=tokens, **kept)
         for layer in states or ():
             states[layer] = output.hidden_states[layer]  # type: ignore[index]

@@ -165,13 +165,12 @@ def evaluate(
     enough = until(ACCEPTANCE, "stock generate", fewest)
     labelled = {labels[name]: drafter for name, drafter in drafters.items()}
     rates = measure_agreement(target, labelled, drawn, texts, decoding, journal, enough)
+    drawn = drawn.first(len(next(iter(rates.values()))))
     # in the order of the evaluation prompts again
-    evaluation = evaluation.of_ids(
-        {prompt.id for prompt in drawn.prompts[: len(next(iter(rates.values())))]}
-    )
+    evaluation = evaluation.of_ids({prompt.id for prompt in drawn.prompts})
     numbers = {prompt.id: number for number, prompt in enumerate(drawn.prompts)}
     order = [numbers[prompt.id] for prompt in evaluation.prompts]
-    timed = evaluation.drawn(plan.speed_prompts, seed)
+    timed = drawn.first(plan.speed_prompts)  # the same ones, however many are evaluated
     stock = journal.once(
         "stock generate",
         lambda: over_stock_generate(target, timed, decoding, until(STOCK, "", FEWEST_TIMED)),

@@ -64,3 +64,13 @@ def test_a_kernel_that_sums_some_rows_otherwise_is_noticed(monkeypatch, group):
 
 def test_a_group_that_fills_the_kernel_is_taken_apart():
     assert not sums_alike(17, SIZE, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_last_positions_of_texts_are_multiplied_without_copies_of_the_weight(dtype):
+    x, weight = torch.randn(4, 5, 8, dtype=dtype), torch.randn(300, 8, dtype=dtype)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        y = cpu_bits.linear(x[:, -1:], weight, None)
+    copied = [e for e in profile.events() if [4, *reversed(weight.shape)] in (e.input_shapes or [])]
+    assert not copied
+    torch.testing.assert_close(y, F.linear(x, weight)[:, -1:])

@@ -60,6 +60,29 @@ def test_answers_in_batches_of_any_size_are_those_of_single_rows(target, rows, s
         assert [int(best) for (best,) in answers[index].captured] == answers[index].tokens
 
 
+def test_rows_are_dropped_when_half_are_free_and_no_prompt_is_left(
+    target, rows, serial, monkeypatch
+):
+    """So more than half of the rows of each step have an output."""
+    counts, run = [], target.forward
+
+    def forward(tokens, start, *args, **more):
+        if isinstance(start, torch.Tensor):  # not while prompts are read
+            counts.append(len(tokens))
+        return run(tokens, start, *args, **more)
+
+    monkeypatch.setattr(target, "forward", forward)
+    stops = frozenset({serial[0][8], serial[2][15]})
+    made = generate_batched(target, rows, replace(GREEDY, stops=stops), 8, [0] * 8)
+    lengths = [len(output.tokens) for output in made]
+    assert len(set(lengths)) > 2
+    assert len(counts) == max(lengths)
+    for step, count in enumerate(counts):
+        busy = sum(length > step for length in lengths)
+        assert busy <= count < 2 * busy
+    assert counts[-1] < counts[0] == 8
+
+
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 4])
 def test_prompts_of_any_lengths_take_a_row_one_after_the_other(tiny, forwards, batch_size):
     """Lengths differ by more than the cache's free slots, so the cache shrinks meanwhile."""
@@ -113,6 +136,36 @@ def test_long_prompts_are_answered_fewer_at_once_and_read_in_pieces(target, rows
     assert max(widths) == 8
     # of four buckets the rows that run, and those that are read together
     assert [count for count, _ in asked] == [1, 1, 1, 1, 2, 1, 4, 4]
+
+
+@pytest.mark.parametrize("lengths", [(5, 1, 9, 2, 17), (3, 3, 3), (6,)])
+@pytest.mark.parametrize("in_prompts", [True, False])
+def test_the_tokens_that_all_prompts_share_are_read_once(target, lengths, in_prompts, monkeypatch):
+    head = [7, 8, 9, 10, 11]
+    rows = [head + [20 + (7 * k + i) % 40 for i in range(n)] for k, n in enumerate(lengths)]
+
+    def answered():
+        read, run = [], target.forward
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                target, "forward", lambda ids, *a, **k: read.append(ids.shape) or run(ids, *a, **k)
+            )
+            made = generate_batched(
+                *(target, rows, Decoding(Sampling(), NEVER, 6), 2, [0] * len(rows)),
+                Kept(lambda logits: (logits.argmax(-1),), in_prompts, (0, 2)),
+            )
+            made = sorted(made, key=lambda answer: answer.index)
+        return made, [width for _, width in read if width > 1]
+
+    made, widths = answered()
+    assert widths[0] == len(head) + (lengths == (6,)) * 5
+    monkeypatch.setattr(generation, "_shared", lambda _: 0)
+    whole, widths_of_whole = answered()
+    assert sum(widths) < sum(widths_of_whole) or len(lengths) <= generation.PREFILL_ROWS
+    for mine, other in zip(made, whole, strict=True):
+        assert mine.tokens == other.tokens
+        assert mine.captured == other.captured
+        torch.testing.assert_close(torch.cat(mine.states), torch.cat(other.states))
 
 
 def test_the_bar_of_answers_ends_at_its_total_however_long_they_are(target, rows):

@@ -145,6 +145,10 @@ def test_all_stages_keep_the_time(
     assert draft.speedup.n == draft.lossless.prompts == timed
     assert draft.sampled_check.prompts == timed
     assert draft.lossless.identical == timed  # compared greedily, though tokens were sampled
+    # of the same prompts, however many are evaluated
+    drawn = PromptSet("", [Prompt(str(i), prompt="x") for i in range(40)], [[i] for i in range(40)])
+    ids = {row.id for row in draft.per_prompt if row.seconds}
+    assert ids == {prompt.id for prompt in drawn.drawn(timed, HOW.seed).prompts}
     assert not seconds or clock.now <= 1.35 * seconds + 3
 
 
