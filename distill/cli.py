@@ -11,6 +11,7 @@ COMMANDS = {
     "eval": "eval.run",
     "demo": "eval.demo",
     "publish": "distill.publish",
+    "alive": "eval.alive",
     "drift": "eval.drift",
     "adapt": "distill.adapt",
     "check": "align.check",

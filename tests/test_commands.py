@@ -8,7 +8,7 @@ import pytest
 from align import check, to_gguf
 from align.errors import UserError
 from distill import adapt, cli, publish, train
-from eval import demo, drift
+from eval import alive, demo, drift
 from eval import run as evaluate
 
 COMMANDS = {  # the module, what its `main` calls, and arguments
@@ -17,6 +17,7 @@ COMMANDS = {  # the module, what its `main` calls, and arguments
     "train": (train, "run", ["--recipe", "code"]),
     "run": (evaluate, "_measure", ["--target", "T", "--draft", "D", "--prompts", "P"]),
     "drift": (drift, "read_report", ["R", "--metrics", "M"]),
+    "alive": (alive, "check", ["T", "D"]),
     "demo": (demo, "read_report", ["R"]),
     "publish": (publish, "publish", ["R"]),
     "adapt": (adapt, "adapt", [".", "--traffic", "T"]),

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from align.errors import UserError
 from eval.decoding.forward import Decoder, HiddenStates, KVCache
 from eval.decoding.recurrent import StatefulCache
 from eval.decoding.verification import Sampling, argmax, sample, warp
@@ -201,8 +202,14 @@ class HeadDrafter(Drafter):
 def on_target_ids(token_ids: Tensor | None, embedding: Tensor, kind: str) -> dict[str, Any]:
     """Fields of a drafter of this kind for the target with this embedding [V, H].
 
-    token_ids: see HeadDrafter.
+    token_ids: see HeadDrafter. Raises UserError for ids that the target does not have.
     """
+    if token_ids is not None and not 0 <= token_ids.min() <= token_ids.max() < len(embedding):
+        raise UserError(
+            f"TOK-015: d2t of the draft names target ids up to {int(token_ids.max())} of "
+            f"{len(embedding)}: it has ids instead of offsets, or is of another target. Fetch or "
+            "train the draft again."
+        )
     coverage = 1.0 if token_ids is None else len(token_ids) / len(embedding)
     return {
         "vocab_size": len(embedding),
