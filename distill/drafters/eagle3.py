@@ -107,7 +107,7 @@ class Eagle3(DraftKind):
             if name != EMBEDDING
         }
         tensors["fc.weight"] = undivided(model)
-        if model.own_embedding:  # speculators 0.9 reads random numbers where it is missing
+        if model.own_embedding:  # speculators 0.9 reads any memory where it is missing
             tensors["embed_tokens.weight"] = embedding
         about = tuned_config(model.about, model.config, embedding, target)
         (folder / "config.json").write_text(json.dumps(about, indent=2))
