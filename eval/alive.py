@@ -171,12 +171,13 @@ def more(accepted: Tensor, other: Tensor) -> bool:
 
 def best_repair(
     target: Target, folder: Path, outputs: Outputs, accepted: Tensor
-) -> tuple[str, float] | None:
-    """The fault that the best change of the head undoes, and the acceptance after the change.
+) -> tuple[str, float, bool] | None:
+    """The fault that the best change of the head undoes, the acceptance after it, and whether the
+    tokens show a gain.
 
-    accepted: of the unchanged head. None if no change raises it.
+    accepted: of the unchanged head. None if no change raises it by GAIN.
     """
-    best = None
+    best, unchanged = None, float(accepted.float().mean())
     config = target.model.config.get_text_config().to_dict()
     with TemporaryDirectory() as scratch:
         for number, repair in enumerate(repairs(folder, config)):
@@ -187,8 +188,8 @@ def best_repair(
             except UserError:  # layers that the target does not have: this is not the repair
                 continue
             rate = float(repaired.float().mean())
-            if more(repaired, accepted) and (best is None or rate > best[1]):
-                best = repair.cause, rate
+            if rate > unchanged + GAIN and (best is None or rate > best[1]):
+                best = repair.cause, rate, more(repaired, accepted)
     return best
 
 
@@ -260,12 +261,12 @@ def check(args: AliveOptions) -> dict[str, Any]:
     }
 
     # 2. Comparison with what is stated, and with the server.
-    faults, seen = list[str](), list[str]()
+    faults, remarks = list[str](), list[str]()
     weak, few = rate - floor < FLOOR, len(accepted) < FEWEST
     dead = not few and (not more(accepted, by_chance) or bool(weak and own_prompts))
     if args.run:
         stated = reported(args.run, outputs)
-        seen.append(f"its report has acceptance {stated:.2f} on these prompts")
+        remarks.append(f"its report has acceptance {stated:.2f} on these prompts")
         if fewer(float(accepted.sum()), len(accepted), stated):
             faults.append("it accepts less than its report says: another target, or other weights")
     if args.base_url:
@@ -278,17 +279,22 @@ def check(args: AliveOptions) -> dict[str, Any]:
     if drafter.layers:
         folder = Checkpoint.open(args.draft).folder
         if repair := best_repair(target, folder, outputs, accepted):
-            faults.append(f"{repair[0]} (acceptance {repair[1]:.2f} after this change)")
-        seen += notes(target, folder)
+            cause, repaired, shown = repair
+            after = f"acceptance {repaired:.2f} after this change"
+            if shown:
+                faults.append(f"{cause} ({after})")
+            else:
+                remarks.append(f"perhaps {cause} ({after}, which so few tokens do not show)")
+        remarks += notes(target, folder)
         card = folder / "README.md"
         if card.is_file() and (found := CARD.search(card.read_text(encoding="utf-8"))):
-            seen.append(f"its card has acceptance {found[1]} on other prompts")
+            remarks.append(f"its card has acceptance {found[1]} on other prompts")
     status, verdict = ALIVE, "alive"
     if dead or faults:
         status, verdict = DEAD, "dead" if dead else "faulty"
     elif few or weak:
         status, verdict = INCONCLUSIVE, "not known; give --prompts of its domain"
-    return result | {"verdict": verdict, "exit_status": status, "faults": faults, "notes": seen}
+    return result | {"verdict": verdict, "exit_status": status, "faults": faults, "notes": remarks}
 
 
 def as_text(result: dict[str, Any]) -> str:

@@ -175,6 +175,14 @@ def test_a_planted_fault_is_named_by_its_repair(
     assert "acceptance 1.00" in named
 
 
+def test_a_repair_that_is_not_shown_is_a_note(target, outputs, broken, monkeypatch, capsys):
+    monkeypatch.setattr(alive, "LEVEL", 0.0)
+    check(target, outputs, broken(*FAULTS["layer ids are +1"]), monkeypatch)
+    result = json.loads(capsys.readouterr().out)
+    assert result["faults"] == []
+    assert [note for note in result["notes"] if "layer ids are +1" in note]
+
+
 def test_ids_that_the_target_lacks_are_refused(target, outputs, broken, monkeypatch, capsys):
     assert check(target, outputs, broken(None, beyond), monkeypatch) == alive.BAD_INPUT
     assert "TOK-015" in capsys.readouterr().err
