@@ -13,8 +13,12 @@ import json
 import os
 import secrets
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
+import threading
+from _thread import interrupt_main
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +30,7 @@ from align.errors import SourceError, UserError, one_line
 
 # Texts by which safetensors and torch say that the disk is full; their exceptions have no errno.
 _DISK_FULL = ("No space left on device", "unexpected pos")
+WATCHED_EVERY = 5.0  # seconds between two measurements of the disk space
 
 
 @contextmanager
@@ -207,3 +212,30 @@ def refuse_unwritable(folder: Path) -> None:
         raise UserError(
             f"{folder} cannot be written ({error}); make it writable, or name another."
         ) from error
+
+
+@contextmanager
+def disk_cap(folder: Path, gib: float) -> Iterator[None]:
+    """Interrupt the block if `folder` becomes larger than `gib` GiB, and then raise UserError."""
+    ended, over = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        while not over.is_set() and not ended.wait(WATCHED_EVERY):
+            used = subprocess.run(["du", "-sk", folder], capture_output=True, text=True)
+            if int(used.stdout.split()[0]) > gib * 2**20:  # KiB
+                over.set()
+                interrupt_main()
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job may ignore it
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+        if over.is_set():
+            raise UserError(
+                f"{folder} has become larger than {gib:g} GiB, so the call was ended. Raise "
+                "--disk_gib, or lower --days, max_train_prompts or save_total_limit."
+            )

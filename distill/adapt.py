@@ -26,14 +26,9 @@ import os
 import re
 import shlex
 import shutil
-import signal
-import subprocess
-import threading
 import time
 import traceback
-from _thread import interrupt_main
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
@@ -47,6 +42,7 @@ from align.errors import UserError
 from align.files import (
     atomic_folder,
     atomic_link,
+    disk_cap,
     read_json,
     remove,
     write_errors_explained,
@@ -57,7 +53,8 @@ from distill.card import Publication, derived_licence, draft_weights
 from distill.gate import FAILED, NOTHING, PUBLISHED, REFUSED, gained, judged, undecided
 from distill.models import too_large
 from distill.publish import check_files, copy_draft, unmet_conditions
-from distill.recipe import Recipe, build_recipe, load_recipe, read_yaml, yaml_text
+from distill.recipe import Recipe, build_recipe, load_recipe
+from distill.recipe_files import read_yaml, yaml_text
 from distill.teacher.store import TEACHER
 from distill.traffic import (
     DAY,
@@ -80,7 +77,6 @@ VERDICTS = ("published", "refused", "failed", "nothing to gain")
 HOME, STATE = "adapt", "state.json"  # the loop's folder in a run's folder, and its state
 FIRST = "run"  # name of the run's own draft
 EVALUATED = 200  # most new prompts on which acceptance is measured, unless the recipe has a number
-WATCHED_EVERY = 5.0  # seconds between two measurements of the disk space
 # Recipe keys that go over from the run; the others are about its data, its length or its base draft
 KEPT = """
     target target_hub_id name domain minutes chat_template_kwargs max_prompt_length max_eval_prompts
@@ -123,33 +119,6 @@ class AdaptOptions(Options):
     def refusals(self) -> Iterator[str]:
         if not self.run.is_dir():
             yield f"{self.run} is not a folder; give the output folder of a finished run"
-
-
-@contextmanager
-def disk_cap(folder: Path, gib: float) -> Iterator[None]:
-    """Interrupt the block if `folder` becomes larger than `gib` GiB, and then raise UserError."""
-    ended, over = threading.Event(), threading.Event()
-
-    def watch() -> None:
-        while not over.is_set() and not ended.wait(WATCHED_EVERY):
-            used = subprocess.run(["du", "-sk", folder], capture_output=True, text=True)
-            if int(used.stdout.split()[0]) > gib * 2**20:  # KiB
-                over.set()
-                interrupt_main()
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job may ignore it
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        watcher.join()
-        if over.is_set():
-            raise UserError(
-                f"{folder} has become larger than {gib:g} GiB, so the call was ended. Raise "
-                "--disk_gib, or lower --days, max_train_prompts or save_total_limit."
-            )
 
 
 @dataclass

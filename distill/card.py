@@ -17,7 +17,8 @@ from align.errors import abridged
 from align.fetch import resolve_file
 from align.files import atomic_file, read_json
 from align.from_gguf import value_of
-from distill.recipe import build_recipe, read_yaml
+from distill.recipe import build_recipe
+from distill.recipe_files import read_yaml
 from eval.engines.local_vllm import speculation
 from eval.engines.server import ServerError
 from eval.reporting.fields import REFERENCE, Report, name_and_length

@@ -22,7 +22,8 @@ from accelerate import PartialState
 from align.checkpoint import Checkpoint
 from align.files import atomic_folder, read_json, write_json
 from align.machine import from_first
-from distill.recipe import RECIPES, Recipe
+from distill.recipe import Recipe
+from distill.recipe_files import RECIPES
 from distill.teacher.logged_rows import logged_prompts, with_output_ids
 from eval.chat_template import in_chat_form, render_set
 from eval.decoding.build import longest_context

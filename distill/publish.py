@@ -34,7 +34,7 @@ from align.command_line import Options, option
 from align.errors import UserError
 from align.files import atomic_folder, read_json, refuse_unwritable
 from distill.card import TAG, Publication, derived_licence, draft_weights, in_one_file, write_card
-from distill.recipe import read_yaml
+from distill.recipe_files import read_yaml
 from eval.decoding.drafters.mtp import SERVED
 from eval.reporting.fields import REFERENCE, Report, read_report
 

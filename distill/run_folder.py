@@ -18,7 +18,8 @@ from align.vocab_map import VOCAB_MAP, save_map
 from distill.checkpoint import BEST, OPTIMIZER, last_checkpoint, launch_of, mark_complete
 from distill.models import Pair
 from distill.prompt_sets import Prompts, keep_prompts
-from distill.recipe import Recipe, RecipeError, chosen_loss, dump, read_yaml
+from distill.recipe import Recipe, chosen_loss, dump
+from distill.recipe_files import RecipeError, read_yaml
 from distill.teacher.answers import USED, AnsweringTarget
 from distill.teacher.store import names_of
 from eval.measuring.environment import made_by

@@ -21,7 +21,7 @@ from align.checkpoint import Checkpoint
 from align.errors import UserError
 from align.files import atomic_file, read_json
 from distill.prompt_sets import IDS, PROMPTS
-from distill.recipe import read_yaml
+from distill.recipe_files import read_yaml
 from distill.teacher.answers import USED, to_answer
 from distill.teacher.logged_rows import WITHOUT_HALF, LeftOut, Row, read_rows, texts_of
 from distill.teacher.store import Answers, Store, names_of

@@ -36,7 +36,8 @@ from distill.losses import LOSSES
 from distill.models import Pair, head_entries
 from distill.prefetch import Prefetcher
 from distill.prepare import read_prepared
-from distill.recipe import Recipe, RecipeError, chosen_loss, dump
+from distill.recipe import Recipe, chosen_loss, dump
+from distill.recipe_files import RecipeError
 from distill.teacher.store import Answers, name_of
 from distill.training_config import (
     accelerator_of,

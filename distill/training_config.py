@@ -22,7 +22,8 @@ from trl import SFTConfig, SFTTrainer
 from align.machine import from_first, usual_dtype
 from distill.checkpoint import last_checkpoint, launch_of
 from distill.drafters.kind import WIDTH
-from distill.recipe import Recipe, RecipeError
+from distill.recipe import Recipe
+from distill.recipe_files import RecipeError
 
 # trl and this file use the old name, because transformers 5.17 has it, too
 warnings.filterwarnings(

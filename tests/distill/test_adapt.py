@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from scipy.special import stdtrit
 
+from align import files
 from align.cache import cache_folder
 from align.checkpoint import Checkpoint, weights_sha256
 from align.errors import UserError
@@ -29,7 +30,8 @@ from align.files import read_json
 from distill import adapt as module
 from distill.adapt import main
 from distill.gate import FAILED, NOTHING, PUBLISHED, REFUSED, judged, lower_bound, undecided
-from distill.recipe import OWN, TRAINING, build_recipe, dump, read_yaml, yaml_text
+from distill.recipe import OWN, TRAINING, build_recipe, dump
+from distill.recipe_files import read_yaml, yaml_text
 from distill.teacher.logged_rows import WITHOUT_HALF, LeftOut
 from distill.traffic import DAY, Split, digest, read_traffic, rows_of, split, usable
 from eval.decoding.target import load_target
@@ -749,7 +751,7 @@ def test_the_gate_s_options_measure_both_parts(loop, monkeypatch):
 
 
 def test_the_disk_that_may_be_used(loop, monkeypatch, capsys):
-    monkeypatch.setattr(module, "WATCHED_EVERY", 0.01)
+    monkeypatch.setattr(files, "WATCHED_EVERY", 0.01)
 
     def never_ends(recipe, measured, summary):
         (recipe.folder / "large").write_bytes(bytes(2**20))

@@ -13,7 +13,7 @@ import distill.publish
 import distill.train
 from align import check
 from distill import dry_run
-from distill.recipe import read_yaml, recipe_files, yaml_text
+from distill.recipe_files import read_yaml, recipe_files, yaml_text
 from eval import demo
 from eval import run as evaluation
 from eval.measuring.cost import StepCosts

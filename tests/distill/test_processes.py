@@ -20,7 +20,8 @@ from align.checkpoint import Checkpoint
 from distill import train
 from distill.checkpoint import last_checkpoint
 from distill.held_out import read_measurements
-from distill.recipe import RecipeError, dump
+from distill.recipe import dump
+from distill.recipe_files import RecipeError
 from distill.teacher.store import Answers, Store, names_of
 from eval.decoding.target import load_target
 from tests.distill import training

@@ -22,7 +22,7 @@ from distill.prompt_sets import (
     keep_prompts,
     training_prompts,
 )
-from distill.recipe import RECIPES, RecipeError
+from distill.recipe_files import RECIPES, RecipeError
 from eval.chat_template import split_task
 from eval.near_duplicates import CONTAINED, NEAR_DUPLICATE, NearDuplicates, drop_overlap, shingles
 from eval.prompts import Prompt, PromptError, load_prompts

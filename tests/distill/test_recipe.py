@@ -9,16 +9,11 @@ from transformers import TrainingArguments
 
 from align import machine
 from align.errors import UserError
-from distill.recipe import (
-    OWN,
+from distill.recipe import OWN, TRAINING, Recipe, build_recipe, dump, load_recipe
+from distill.recipe_files import (
     RECIPES,
-    TRAINING,
-    Recipe,
     RecipeError,
-    build_recipe,
-    dump,
     find_recipe,
-    load_recipe,
     read_yaml,
     recipe_files,
     yaml_text,

@@ -6,7 +6,7 @@ trackio (0.43) was tried by hand: it reads its folder when trl imports it, which
 import pytest
 
 from distill import train
-from distill.recipe import RecipeError
+from distill.recipe_files import RecipeError
 from distill.training_config import training_config
 
 

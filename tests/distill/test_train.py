@@ -19,7 +19,8 @@ from align.errors import UserError
 from align.files import atomic_file, read_json
 from distill import models, train
 from distill.models import check_models, open_models
-from distill.recipe import RecipeError, dump
+from distill.recipe import dump
+from distill.recipe_files import RecipeError
 from distill.run_folder import only_start, refuse_another_run
 from distill.teacher import store
 from distill.teacher.store import Store

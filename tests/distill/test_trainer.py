@@ -21,7 +21,8 @@ from distill.drafters.pruned import KIND as PRUNED
 from distill.loss_forward import give_loss_forward, take_loss_forward
 from distill.losses import coarse_loss, forward_kl
 from distill.prefetch import AHEAD, Prefetcher
-from distill.recipe import RecipeError, build_recipe
+from distill.recipe import build_recipe
+from distill.recipe_files import RecipeError
 from distill.teacher.store import Answers
 from distill.trainer import distil
 from distill.training_config import trainable_model, training_config

@@ -7,7 +7,7 @@ import pytest
 from align.files import read_json
 from distill import drafters as training
 from distill.drafters.kind import kinds
-from distill.recipe import RecipeError
+from distill.recipe_files import RecipeError
 from distill.train import run
 from eval.decoding import drafters as inference
 from eval.decoding.drafters.formats import formats

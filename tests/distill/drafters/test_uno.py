@@ -16,7 +16,7 @@ from distill.evaluation import in_engine
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
 from distill.models import with_published_kind
-from distill.recipe import RecipeError
+from distill.recipe_files import RecipeError
 from eval.decoding.drafters import uno
 from eval.decoding.drafters.drafter import Text
 from eval.decoding.drafters.loading import load_drafter

@@ -17,7 +17,7 @@ from distill.models import check_models, open_models
 from distill.prompt_sets import collect_prompts
 from distill.publish import main as publish_main
 from distill.publish import publish
-from distill.recipe import RecipeError
+from distill.recipe_files import RecipeError
 from distill.teacher import served as module
 from distill.teacher.answers import LocalTarget, note_used, top_logprobs
 from distill.teacher.logged import read_outputs
