@@ -66,7 +66,7 @@ from distill.traffic import (
     usable,
     write_rows,
 )
-from distill.training_config import CONTINUED, usual_rate
+from distill.training_config import continued_rate, usual_rate
 from eval import run as evaluation
 from eval.decoding.drafters.formats import published_format
 from eval.prompts import load_prompts
@@ -245,11 +245,11 @@ def training_recipe(args: AdaptOptions, served: Path, work: Path) -> Recipe:
     run = read_yaml(args.run / "recipe.yaml")
     values = {key: run[key] for key in KEPT if key in run}
     if run["draft"] is None:  # the run's learning rate was for new weights
-        rate = run.get("learning_rate")
+        made, rate = build_recipe(run), run.get("learning_rate")
         if rate is None:
             width = Checkpoint.open(run["target"]).text_config.hidden_size
-            rate = usual_rate(build_recipe(run), width)
-        values["learning_rate"] = CONTINUED * rate
+            rate = usual_rate(made, width)
+        values["learning_rate"] = continued_rate(made.kind, rate)
     if run.get("dtype") == "bfloat16":
         values.pop("dtype")  # this machine's CPU may be slow in it (`usual_dtype`)
     values |= {

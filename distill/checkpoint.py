@@ -23,6 +23,9 @@ from align.machine import wait_on_host
 COMPLETE = "complete"  # the last file of a checkpoint (`mark_complete`)
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.pt", "trainer_state.json"
 BEST = "best.safetensors"  # in a run's folder: the best weights and their measurement
+START = (
+    "start.safetensors"  # in a run's folder: the weights of a base draft that was trained before
+)
 REMEDY = "restore it, or train under another --name with the cached outputs"
 _WRAPPER = "_checkpoint_wrapped_module."  # of FSDP's activation checkpointing, in names
 
@@ -128,6 +131,22 @@ def load_weights(path: Path, model: nn.Module) -> None:
     with opened_weights(path, remedy=REMEDY) as file, torch.no_grad():
         for name, p in trained_weights(model).items():
             p.copy_(_like(p, file.get_tensor(name)))
+
+
+def save_start(folder: Path, model: nn.Module) -> None:
+    """Write the weights before the first step, for `halve_change`. All processes must call it."""
+    _write_weights(folder / START, model)
+    wait_on_host()
+
+
+def halve_change(folder: Path, model: nn.Module) -> None:
+    """Move the weights half the way back to those of `save_start`.
+
+    Raises SourceError if these are damaged.
+    """
+    with opened_weights(folder / START, remedy=REMEDY) as file, torch.no_grad():
+        for name, p in trained_weights(model).items():
+            p.add_(_like(p, file.get_tensor(name))).div_(2)
 
 
 def mark_complete(checkpoint: Path, launch: str, spent: Path | None = None) -> None:

@@ -39,7 +39,8 @@ class Measurement:
     held-out prompt. accepted, lacking: the results of `losses.acceptance` for the first token of a
     draft, summed over the prompt's response positions. positions: the number of these positions.
     emitted: the expected tokens of the steps whose drafts begin at these positions, as long as the
-    drafts that are trained. Siblings and pruned drafts train the first token alone.
+    drafts that are trained. Siblings and pruned drafts train the first token alone. change: the
+    share of the change of the weights that was taken (`DraftTrainer.step_back`).
     """
 
     step: int
@@ -48,6 +49,7 @@ class Measurement:
     lacking: list[float]
     positions: list[int]
     emitted: list[float]
+    change: float = 1.0
 
     @property
     def acceptance_rate(self) -> float:
@@ -61,7 +63,8 @@ class Measurement:
 
     def __str__(self) -> str:
         rate = f"acceptance rate {self.acceptance_rate:.3f}"
-        return f"held-out prompts {self.tokens_per_step:.3f} tokens a step, {rate}"
+        part = f", with {self.change:g} of the change" if self.change < 1 else ""
+        return f"held-out prompts {self.tokens_per_step:.3f} tokens a step, {rate}{part}"
 
 
 class HeldOut:

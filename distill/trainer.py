@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, get_scheduler
 
 from align.errors import UserError
 from align.files import atomic_file, remove, write_json
-from align.machine import from_first
+from align.machine import from_first, wait_on_host
 from distill import checkpoint as files
 from distill.clock import Clock
 from distill.drafters.batch import TrainingBatch
@@ -151,6 +151,8 @@ class DraftTrainer:
         self.accelerator.init_trackers(project, settings, {"wandb": {"name": self.config.run_name}})
         if self.step == 0:
             self.measure()
+            if self.recipe.starts_trained and self.measured.sizes:
+                files.save_start(self.recipe.folder, self.plain)
         self.model.train()
         bar = tqdm(total=self.steps, initial=self.step, disable=self.config.disable_tqdm)
         parts = self.data.parts(self.step, *self.place)
@@ -267,9 +269,25 @@ class DraftTrainer:
             folder = folder / f"checkpoint-{self.step}"
             files.save_checkpoint(folder, self.plain, self.optimizer, state, limit)
 
-    def measure(self) -> None:
+    def step_back(self) -> None:
+        """If all of the change is not better than a trained base draft, try parts of it.
+
+        Weights between both may have learnt new text, and lost less of the old (2109.01903).
+        """
+        start = self.recipe.folder / files.START
+        if from_first(start.exists()):
+            for change in (1 / 2, 1 / 4):
+                if self.held_out.best == self.held_out.in_order[0]:
+                    files.halve_change(self.recipe.folder, self.plain)
+                    self.measure(change)
+            wait_on_host()
+            if PartialState().is_main_process:
+                remove(start)
+
+    def measure(self, change: float = 1.0) -> None:
         """Measure the draft on held-out outputs, and save its weights if they are the best.
 
+        change: as in `Measurement`.
         A deployed temperature above 1 is measured at 1, because the cache does not determine p
         above 1.
         """
@@ -294,7 +312,7 @@ class DraftTrainer:
         total: Any = self.accelerator.reduce(sums, "sum")
         accepted, lacking, emitted, positions = total.tolist()
         counts = [int(number) for number in positions]
-        latest = Measurement(self.step, self.tokens, accepted, lacking, counts, emitted)
+        latest = Measurement(self.step, self.tokens, accepted, lacking, counts, emitted, change)
         self.accelerator.log({"tokens_per_step": latest.tokens_per_step}, step=self.step)
         if from_first(self.held_out.record(latest, self.progress)):
             files.save_best(self.recipe.folder, self.plain, asdict(latest))
@@ -397,4 +415,5 @@ def distil(trainer: DraftTrainer) -> PreTrainedModel | None:
         strategy = trainer.accelerator.distributed_type.value
         print(f"training in {count} processes ({strategy}), {trainer.launch}")
     trainer.train()
+    trainer.step_back()
     return trainer.distilled()

@@ -21,7 +21,7 @@ from trl import SFTConfig, SFTTrainer
 
 from align.machine import from_first, usual_dtype
 from distill.checkpoint import last_checkpoint, launch_of
-from distill.drafters.kind import WIDTH
+from distill.drafters.kind import WIDTH, DraftKind
 from distill.recipe import Recipe
 from distill.recipe_files import RecipeError
 
@@ -31,12 +31,19 @@ warnings.filterwarnings(
 )
 
 TRAINED_RATES = (5e-5, 2e-4)  # of a sibling (careful guesses): full fine-tuning, LoRA
-CONTINUED = 1 / 3  # factor on the rate of a draft that was trained before (docs/lab-notes.md)
 LEAST_CONTINUED = 1e-5
 WARMUP = 0.1  # share of the steps of a draft that was trained before
 LORA_RATE = 5e-3  # of a new draft of hidden size WIDTH
 FITTED_SHARE = 0.1  # factor on the rate of least-squares-initialised weights (docs/lab-notes.md)
 WAIT = 7 * 24 * 3600  # seconds of waiting for a process; the launcher notices a dead one
+
+
+def continued_rate(kind: DraftKind, rate: float) -> float:
+    """The learning rate of a draft that was made from a target at `rate` (docs/lab-notes.md).
+
+    Higher rates gain as much on new text and lose more on the old.
+    """
+    return rate / (3 if kind.language_model else 10)
 
 
 def usual_rate(recipe: Recipe, width: int) -> float:
@@ -49,7 +56,7 @@ def usual_rate(recipe: Recipe, width: int) -> float:
     kind, trained = recipe.kind, TRAINED_RATES[recipe.use_peft]
     fall = min(1, WIDTH / width) ** 2
     if recipe.starts_trained:
-        head = max(LEAST_CONTINUED, CONTINUED * kind.rate * fall)
+        head = max(LEAST_CONTINUED, continued_rate(kind, kind.rate * fall))
         return trained if kind.language_model else head
     new, least = (LORA_RATE, trained) if recipe.use_peft else (kind.rate, kind.least_rate)
     return max(least, new * fall)

@@ -143,6 +143,7 @@ def main() -> None:
         trainer = DraftTrainer(recipe, outputs.pair, base, train, *held_out, clock)
         trainer.train()
         last = judged(recipe, outputs, trainer.plain, base.token_ids, train)
+        trainer.step_back()
         best, saved = trainer.held_out.best, last
         if best is not None:
             saved = before
@@ -151,7 +152,8 @@ def main() -> None:
         origin = ", ".join(f"{d} {m.tokens_per_step:.3f}" for d, m in before.items())
         print(
             f"RESULT {args.domain} rate {args.rate:g} epochs {epochs} bare {args.bare} | origin "
-            f"{origin} | kept step {best and best.step} of {trainer.step} | saved "
+            f"{origin} | kept step {best and best.step} of {trainer.step}, "
+            f"{best and best.change} of the change | saved "
             f"{gains(outputs, before, saved)} | last {gains(outputs, before, last)}",
             flush=True,
         )

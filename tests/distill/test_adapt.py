@@ -727,11 +727,12 @@ def test_an_undecided_comparison_is_repeated(loop, monkeypatch):
     [
         ({}, "", 1e-3 * (576 / 4096) ** 2),  # new weights of Llama's width have 6e-5
         ({"learning_rate": 6e-4, "warmup_steps": 900}, "", 2e-4),
+        ({"learning_rate": 6e-4, "drafter": "eagle3"}, "", 6e-5),
         ({"learning_rate": 6e-4, "draft": "d"}, "", 6e-4),
         ({"learning_rate": 6e-4}, "--learning_rate 1e-4", 1e-4),
     ],
 )
-def test_a_draft_continues_at_a_third_of_the_rate_of_new_weights(loop, keys, options, rate):
+def test_a_draft_continues_at_a_part_of_the_rate_of_new_weights(loop, keys, options, rate):
     path = loop.run / "recipe.yaml"
     path.write_text(dump(build_recipe(read_yaml(path) | keys)))
     assert loop.call("--train", options) == PUBLISHED

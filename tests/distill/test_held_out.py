@@ -10,11 +10,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from align.errors import UserError
 from align.files import read_json, write_json
 from distill import held_out
-from distill.checkpoint import BEST, best_measurement, last_checkpoint, mark_complete
+from distill.checkpoint import (
+    BEST,
+    START,
+    WEIGHTS,
+    best_measurement,
+    last_checkpoint,
+    mark_complete,
+)
 from distill.held_out import HeldOut, Measurement, held_out_curve, read_measurements
 from distill.losses import acceptance
 from distill.models import check_models, open_models, target_loader
@@ -31,6 +39,7 @@ from eval.reporting.fields import read_report
 from tests.distill.conftest import plain_recipe
 
 VOCAB = 50
+SHAPE = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "pad_token_id": 0}
 STEPS = [0, 1, 2, 3, 5, 6, 9, 12, 15, 18, 21, 24]  # of 24, after which the draft is measured
 
 
@@ -55,8 +64,7 @@ def trained(tmp_path, tiny_llama, plain_trainer, followed):
         keys = {"max_steps": steps, "logging_steps": 4, "save_steps": 8, "gamma": 2}
         keys |= {"early_stopping_patience": patience}
         recipe = plain_recipe(tmp_path / name, **keys | changes)
-        shape = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24}
-        model = tiny_llama(**shape, pad_token_id=0)
+        model = tiny_llama(**SHAPE)
         held_out = made_answers(10, seed=6)
         trainer = plain_trainer(recipe, model, made_answers(), held_out=held_out)
         return (distil(trainer), read_measurements(recipe.folder), recipe.folder)
@@ -165,6 +173,40 @@ def test_a_trained_draft_has_three_epochs_unless_more_gain(
     monkeypatch.setattr(HeldOut, "record", record)
     _, seen, _ = trained(num_train_epochs=6, steps=-1, **keys)
     assert seen[-1].step == steps
+
+
+@pytest.mark.parametrize(
+    ("draft", "largest", "kept"),
+    [
+        ("org/draft", 1 / 2, 1 / 2),
+        ("org/draft", 1 / 4, 1 / 4),
+        ("org/draft", 0, 0),
+        (None, 1 / 2, 0),
+    ],
+)
+def test_a_part_of_the_change_is_kept_where_all_of_it_is_worse(
+    trained, tiny_llama, monkeypatch, draft, largest, kept
+):
+    record = HeldOut.record
+
+    def better_up_to_the_largest(self, latest, progress):
+        if latest.change > largest:
+            latest = replace(latest, emitted=[0.0] * len(latest.emitted))
+        return record(self, latest, progress)
+
+    monkeypatch.setattr(HeldOut, "record", better_up_to_the_largest)
+    result, seen, folder = trained(steps=8, **({"draft": draft} if draft else {}))
+    best = best_of(seen)
+    assert (best.step, best.change) == ((8, kept) if kept else (0, 1))
+    assert not (folder / START).exists()
+    if kept:
+        start, end = tiny_llama(**SHAPE).state_dict(), load_file(folder / "checkpoint-8" / WEIGHTS)
+        for name, weight in result.named_parameters():
+            torch.testing.assert_close(weight, start[name].lerp(end.get(name, start[name]), kept))
+        again, later, _ = trained(steps=8, draft=draft)  # of the finished training
+        assert later == seen
+        for name, weight in again.named_parameters():
+            assert torch.equal(weight, result.state_dict()[name]), name
 
 
 def test_a_resumed_run_has_seen_what_an_uninterrupted_one_has(trained):
