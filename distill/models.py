@@ -146,7 +146,8 @@ def check_models(recipe: Recipe, target: Checkpoint, draft: Checkpoint | None) -
         check_prunable(words.config, num_layers, recipe.kind.targets)
         if started and recipe.kind.served_states:  # `target_ends` reads no model within another
             check_prunable(target.config.to_dict(), 0, recipe.kind.targets)
-        if recipe.draft_vocab_size is not None:
+        # a published draft has chosen its entries
+        if recipe.draft_vocab_size is not None and recipe.draft is None:
             mass = torch.zeros(words.vocab_size)
             choose_tokens(mass, recipe.draft_vocab_size, forced_tokens(words))
     for model in filter(None, (target if decoded_here else None, sibling)):
