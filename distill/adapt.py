@@ -245,11 +245,11 @@ def training_recipe(args: AdaptOptions, served: Path, work: Path) -> Recipe:
     run = read_yaml(args.run / "recipe.yaml")
     values = {key: run[key] for key in KEPT if key in run}
     if run["draft"] is None:  # the run's learning rate was for new weights
-        made, rate = build_recipe(run), run.get("learning_rate")
+        earlier, rate = build_recipe(run), run.get("learning_rate")
         if rate is None:
             width = Checkpoint.open(run["target"]).text_config.hidden_size
-            rate = usual_rate(made, width)
-        values["learning_rate"] = continued_rate(made.kind, rate)
+            rate = usual_rate(earlier, width)
+        values["learning_rate"] = continued_rate(earlier.kind, rate)
     if run.get("dtype") == "bfloat16":
         values.pop("dtype")  # this machine's CPU may be slow in it (`usual_dtype`)
     values |= {

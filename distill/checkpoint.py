@@ -23,9 +23,7 @@ from align.machine import wait_on_host
 COMPLETE = "complete"  # the last file of a checkpoint (`mark_complete`)
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.pt", "trainer_state.json"
 BEST = "best.safetensors"  # in a run's folder: the best weights and their measurement
-START = (
-    "start.safetensors"  # in a run's folder: the weights of a base draft that was trained before
-)
+START = "start.safetensors"  # there, too: a trained base draft before its first step
 REMEDY = "restore it, or train under another --name with the cached outputs"
 _WRAPPER = "_checkpoint_wrapped_module."  # of FSDP's activation checkpointing, in names
 
