@@ -25,7 +25,7 @@ from align.files import nearest_existing
 from align.machine import free_memory, machine_lines
 from distill.drafters.pruned import pruned_config
 from distill.evaluation import in_engine
-from distill.models import Pair, check_models, parameters, target_loader
+from distill.models import Pair, check_models, parameters, target_device, target_loader
 from distill.prepare import untrained_drafter, write_untrained
 from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe
@@ -67,8 +67,8 @@ def dry_run(recipe: Recipe, target: Checkpoint, draft: Checkpoint | None) -> int
     if not PartialState().is_main_process:
         return 0
     longest = max(map(len, prompts.training.ids + prompts.evaluation.ids))
-    print_memory(recipe, pair, longest, answering.by == "local")
-    check_disk(recipe, pair, prompts, answering)
+    stored = check_disk(recipe, pair, prompts, answering)
+    print_memory(recipe, pair, longest, answering.by == "local", stored)
     answering.check()
     if recipe.served:
         print(f"server: {recipe.answer_url} serves the target of this recipe")
@@ -146,11 +146,13 @@ def refused(ceilings: list[float]) -> int:
     return 0
 
 
-def print_memory(recipe: Recipe, pair: Pair, longest: int, answers_here: bool) -> None:
+def print_memory(
+    recipe: Recipe, pair: Pair, longest: int, answers_here: bool, states_stored: bool = True
+) -> None:
     """Print the needs of the stage with most memory, on each GPU, and what this machine has.
 
     longest: tokens of the longest prompt. answers_here: whether the outputs are generated in this
-    process.
+    process. states_stored: see `check_disk`.
     """
     target = pair.target.text_config
     size, draft = getattr(torch, recipe.dtype).itemsize, draft_parameters(recipe, pair)
@@ -167,6 +169,7 @@ def print_memory(recipe: Recipe, pair: Pair, longest: int, answers_here: bool) -
     stages = {"training": draft * (4 + size if frozen else TRAINED_BYTES) // shards}
     if pair.decoded_here:
         held = parameters(target) * size
+        stages["training"] += 0 if states_stored else held // spread
         stages["evaluating"] = held // spread + draft * size
         if answers_here:
             stages["answering"] = (held + tokens * kv) // spread
@@ -197,21 +200,27 @@ def state_bytes(pair: Pair, tokens: int) -> int:
     return 2 * len(pair.layers) * width * tokens
 
 
-def cache_bytes(recipe: Recipe, pair: Pair, prompts: list[list[int]], new_tokens: int) -> int:
+def cache_bytes(
+    recipe: Recipe, pair: Pair, prompts: list[list[int]], new_tokens: int
+) -> tuple[int, int]:
     """Bytes of outputs, and of the hidden states at each of their and their prompts' tokens.
 
     prompts: token ids. new_tokens: tokens of each output.
     """
     new = len(prompts) * new_tokens
     outputs = new * bytes_per_token(recipe.cache_top_k, pair.target.text_config.vocab_size)
-    return outputs + state_bytes(pair, new + sum(map(len, prompts)))
+    return outputs, state_bytes(pair, new + sum(map(len, prompts)))
 
 
-def check_disk(recipe: Recipe, pair: Pair, prompts: Prompts, target: AnsweringTarget) -> None:
-    """Raise UserError if a disk lacks space for the draft, or for outputs and hidden states even if
-    each output has one token. Print the need, as a warning if the longest outputs do not fit.
+def check_disk(recipe: Recipe, pair: Pair, prompts: Prompts, target: AnsweringTarget) -> bool:
+    """Whether the disk has space for the hidden states of all outputs. Print the need, as a warning
+    if the longest outputs do not fit.
 
-    With `minutes`, which limit the number of outputs, FEW must fit.
+    Without this space each training step computes the states again, if the target is decoded here.
+    A GPU does so in about the time in which a disk reads them, so there they are stored only if
+    those of the longest outputs fit. Raises UserError if a disk lacks space for the draft, or for
+    what is stored even if each output has one token. With `minutes`, which limit the number of
+    outputs, FEW must fit.
     """
     asked = to_answer(prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers)
     names = target.names(prompts.held_out.ids) + target.names(asked, recipe.train_on_prompts)
@@ -223,22 +232,38 @@ def check_disk(recipe: Recipe, pair: Pair, prompts: Prompts, target: AnsweringTa
         read = store.of_states(pair.layers)
         without = (i for i, name in enumerate(cached.text_names) if name not in read)
         unread = state_bytes(pair, sum(map(cached.tokens, without)))
-    least = cache_bytes(recipe, pair, new, 1) + unread
-    if recipe.minutes is not None:
-        least = cache_bytes(recipe, pair, new[:FEW], 1)
-    most = cache_bytes(recipe, pair, new, recipe.answer_max_new_tokens) + unread
+    few = new if recipe.minutes is None else new[:FEW]
+    least, least_states = cache_bytes(recipe, pair, few, 1)
+    most, most_states = cache_bytes(recipe, pair, new, recipe.answer_max_new_tokens)
+    least_states += unread if recipe.minutes is None else 0
+    most_states += unread
+    needed = least + least_states if target_device(recipe) == "cpu" else most + most_states
+    stored = needed <= free_bytes(store.folder) or not (pair.layers and pair.decoded_here)
+    if stored:
+        least, most = least + least_states, most + most_states
+    else:
+        print(
+            f"hidden states: up to {most_states / 2**30:.1f} GiB do not fit on the disk beside the "
+            "outputs, so each training step computes them again with the target"
+        )
     draft = draft_parameters(recipe, pair)
     saved = draft * getattr(torch, recipe.dtype).itemsize * recipe.kind.language_model
     for folder, fewest, largest, remedy in (
         (store.folder, least, most, "set DRAFTSMITH_CACHE to a larger disk, or lower max_answers"),
         (recipe.folder, saved, CHECKPOINT * draft, "set output_dir to a folder of a larger disk"),
     ):
-        free = shutil.disk_usage(nearest_existing(folder)).free
+        free = free_bytes(folder)
         sizes = f"{fewest / 2**30:.1f} to {largest / 2**30:.1f} GiB"
         text = f"The run writes {sizes} to {folder}, and its disk has {free / 2**30:.1f} free"
         if fewest > free:
             raise UserError(f"{text}; {remedy}.")
         print(f"Warning: {text}; if it is filled, {remedy}." if largest > free else f"{text}.")
+    return stored
+
+
+def free_bytes(folder: Path) -> int:
+    """What is free on the disk of a folder, which need not exist."""
+    return shutil.disk_usage(nearest_existing(folder)).free
 
 
 def print_example(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:

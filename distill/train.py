@@ -97,19 +97,24 @@ def run_stages(
     load_target = target_loader(recipe, pair, prompts)  # called only if `pair.decoded_here`
     draft_exists = from_first((recipe.folder / "draft").exists()) and not recipe.coverage_curve
     target = None if draft_exists else answering_target(recipe, pair, prompts, load_target)
+    stored = True  # whether the target's states are
     if main_process:
         if target is not None:
             target.check()
-            if not recipe.coverage_curve and not (recipe.folder / USED).exists():
-                check_disk(recipe, pair, prompts, target)
+            if (used := recipe.folder / USED).exists():
+                stored = read_json(used).get("states stored", True)
+            elif not recipe.coverage_curve:
+                stored = check_disk(recipe, pair, prompts, target)
         claim_folder(recipe, pair, prompts, target)
         clock.keep()
     if target is not None:
+        if not (stored := from_first(stored)):
+            target.forget(pair.layers)
         clock.stage(f"The target's outputs are {target.verb}")
         with state_reader(recipe, pair, target, load_target) as reader:
             with target:
                 held_out = target.answers(prompts.held_out.ids)
-                answers = answered(recipe, pair, prompts, target, reader, clock)
+                answers = answered(recipe, pair, prompts, target, reader, clock, stored)
             if not answers:
                 raise UserError(
                     f"None of {answers.asked} logged outputs is the target's own "
@@ -120,9 +125,10 @@ def run_stages(
                     print_coverage(pair, answers)
                 return 0
             if main_process:
-                note_used(recipe.folder, answers)
-            texts = Answers(target.store, answers.names + held_out.names)
-            cache_states({pair.layers: texts, pair.fit_layers: fitted(recipe, answers)}, reader)
+                note_used(recipe.folder, answers, stored)
+            first = fitted(recipe, answers)
+            texts = Answers(target.store, answers.names + held_out.names) if stored else first
+            cache_states({pair.layers: texts, pair.fit_layers: first}, reader)
         clock.stage("Prepare the base draft")
         # the first process prepares; the others wait, then read the result from disk
         if not main_process:
@@ -130,12 +136,16 @@ def run_stages(
         prepared = prepare_draft(recipe, pair, reader.load, answers)
         if main_process:
             wait_on_host()
-        load_target.cache_clear()  # the target is not in memory while the draft is trained
+        if stored:
+            load_target.cache_clear()  # the target is not in memory while the draft is trained
         del reader
         free_memory()
         clock.stage("Distil the draft")
         trained = answers, held_out, prompts.held_out
-        distilled = distil_draft(recipe, pair, prepared, *trained, clock)
+        computing = None if stored else load_target()
+        distilled = distil_draft(recipe, pair, prepared, *trained, clock, computing)
+        load_target.cache_clear()
+        del computing
         free_memory()  # trainer and optimiser refer to each other
         if distilled is not None:
             clock.stage("Save the draft")
@@ -175,11 +185,12 @@ def answered(
     target: AnsweringTarget,
     reader: StateReader,
     clock: Clock,
+    states_stored: bool,
 ) -> Answers:
     """The target's outputs for the training prompts. Recipe or minutes limit their number.
 
     With minutes, the hidden states that outputs lack are computed in the same rounds, except from a
-    vLLM, which is started again for them.
+    vLLM, which is started again for them. states_stored: whether those of all outputs are.
     """
     every = to_answer(prompts.training.ids, recipe.answers_per_prompt, None)
     asked, taught, store = every[: recipe.max_answers], recipe.train_on_prompts, target.store
@@ -206,7 +217,7 @@ def answered(
     lacking = unanswered = [i for i in missing if i < len(asked)]
     states = bool(pair.layers or pair.fit_layers) and not recipe.coverage_curve
     in_rounds = states and target.by != "vllm"
-    if in_rounds and pair.layers:
+    if in_rounds and pair.layers and states_stored:
         stored = sorted(set(range(len(asked))).difference(unanswered))
         cached = Answers(store, [names[i] for i in stored])
         store.wait_for(cached.names)
@@ -222,7 +233,10 @@ def answered(
     def first_with_states(count: int) -> Answers:
         answers = first(count)
         if in_rounds:
-            cache_states({pair.layers: answers, pair.fit_layers: fitted(recipe, answers)}, reader)
+            fit = fitted(recipe, answers)
+            cache_states(
+                {pair.layers: answers if states_stored else fit, pair.fit_layers: fit}, reader
+            )
         return answers
 
     again, batch = states and not in_rounds, recipe.answer_batch_size

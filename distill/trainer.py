@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from itertools import islice, takewhile
@@ -38,6 +39,7 @@ from distill.prefetch import Prefetcher
 from distill.prepare import read_prepared
 from distill.recipe import Recipe, chosen_loss, dump
 from distill.recipe_files import RecipeError
+from distill.teacher.states import computed_states
 from distill.teacher.store import Answers, name_of
 from distill.training_config import (
     accelerator_of,
@@ -47,6 +49,7 @@ from distill.training_config import (
     training_config,
 )
 from distill.training_set import SEEDS_A_STEP, Part, TrainingSet
+from eval.decoding.target import Target
 from eval.prompts import PromptSet
 
 REPEAT = "repeat.yaml"  # in a run's folder: the recipe with the run's numbers of outputs and steps
@@ -73,8 +76,11 @@ class DraftTrainer:
         held_out: Answers,
         prompts: PromptSet,
         clock: Clock,
+        target: Target | None = None,
     ) -> None:
-        """prompts: those of `held_out`; a logged output that is left out has none there."""
+        """prompts: those of `held_out`; a logged output that is left out has none there. target:
+        computes the states that are not stored, in each step.
+        """
         self.recipe, self.clock = recipe, clock
         model: Any = prepared.model.float()
         width = model.config.get_text_config().hidden_size
@@ -96,7 +102,7 @@ class DraftTrainer:
             TrainingSet(
                 outputs,
                 head_entries(prepared.token_ids, pair.target.vocabulary.vocab_size),
-                answers.store.of_states(pair.layers) if pair.layers else None,
+                answers.store.of_states(pair.layers) if pair.layers and target is None else None,
                 partial(recipe.kind.plan, plain, training=training),
                 packed,
                 recipe.step_tokens,
@@ -109,6 +115,10 @@ class DraftTrainer:
             )
             for outputs, training in ((answers, True), (held_out, False))
         )
+        # of a batch, by the sizes of its texts
+        self.states: Callable[[TrainingBatch, list[int]], Tensor] | None = None
+        if target is not None:
+            self.states = partial(computed_states, target.decoder, pair.layers)
         self.steps = config.max_steps
         if self.steps < 0:
             self.steps = math.ceil(config.num_train_epochs * len(self.data.steps(0)))
@@ -201,9 +211,16 @@ class DraftTrainer:
 
     def backward(self, part: Part, batch: TrainingBatch) -> Tensor:
         """Add the gradients of a batch. Returns its share of the step's mean loss."""
+        batch = self.with_states(self.data, part, batch)
         loss: Tensor = self.model(**batch._asdict()).loss * (part.weight / part.tokens)
         self.accelerator.backward(loss * self.accelerator.num_processes)  # they are averaged
         return loss.detach()
+
+    def with_states(self, data: TrainingSet, part: Part, batch: TrainingBatch) -> TrainingBatch:
+        """The batch with the target's states, if they are computed here."""
+        if self.states is None:
+            return batch
+        return batch._replace(states=self.states(batch, [data.sizes[text] for text in part.texts]))
 
     def read_skipped(self) -> None:
         """Name the steps that were skipped. Raises UserError after SKIPPED in a row."""
@@ -300,6 +317,7 @@ class DraftTrainer:
         self.model.eval()
         with torch.no_grad(), Prefetcher(self.measured, parts, device) as batches:
             for part, batch in batches:
+                batch = self.with_states(self.measured, part, batch)
                 rates = self.model(**batch._asdict(), temperature=temperature)
                 counted = torch.stack([*rates.to_tuple(), torch.ones_like(rates.accepted)])
                 outputs = batch.seeds % SEEDS_A_STEP - FIRST_INDEX
@@ -381,15 +399,17 @@ def distil_draft(
     held_out: Answers,
     prompts: PromptSet,
     clock: Clock,
+    target: Target | None = None,
 ) -> PreTrainedModel | None:
     """The distilled draft in fp32, on the first process; None elsewhere. prompts: of `held_out`.
+    target: as in DraftTrainer.
 
     Writes `repeat.yaml`: the recipe without `minutes`, with the same number of outputs and steps.
     If no measurement is `HeldOut.better` than the first one, the base draft is kept.
     """
     if recipe.training.get("max_steps") == 0:
         return prepared.model.float() if PartialState().is_main_process else None
-    trainer = DraftTrainer(recipe, pair, prepared, answers, held_out, prompts, clock)
+    trainer = DraftTrainer(recipe, pair, prepared, answers, held_out, prompts, clock, target)
     distilled = distil(trainer)
     if distilled is None:
         return None

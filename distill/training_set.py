@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from distill.drafters.batch import WIDTH, Plan, TrainingBatch
+from distill.drafters.batch import WIDTH, Plan, TrainingBatch, text_starts
 from distill.losses import sharpen
 from distill.teacher.store import Answers, Store, name_of
 
@@ -75,9 +74,10 @@ class TrainingSet:
     """Outputs of the cache, as parts and batches of one process.
 
     head_entries: for each target id its entry in the draft's head [V], or -1; None if entries and
-    ids are equal. states: the target's states, for a draft that reads them. plan: makes a batch's
-    plan. packed: whether a row may have several texts. passes: parts of a step in each process.
-    temperature: see `sharpen`. first: the index of the first output, from which its seeds come.
+    ids are equal. states: the target's states, for a draft that reads them; None if they are not
+    stored. plan: makes a batch's plan. packed: whether a row may have several texts. passes: parts
+    of a step in each process. temperature: see `sharpen`. first: the index of the first output,
+    from which its seeds come.
     """
 
     answers: Answers
@@ -133,7 +133,7 @@ class TrainingSet:
         else:
             rows, width = len(sizes), max(sizes)
         width += -width % WIDTH
-        starts = [0, *accumulate(sizes[:-1])] if self.packed else [*range(0, rows * width, width)]
+        starts = text_starts(sizes, width, self.packed)
         input_ids, position_ids = torch.zeros(2, rows * width, dtype=torch.long)
         texts = torch.full_like(input_ids, -1)
         positions = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,14 @@ class TrainingBatch(NamedTuple):
     def numbers(self) -> Tensor:
         """The number of each response position in its text [N]."""
         return self.position_ids.flatten()[self.positions]
+
+
+def text_starts(sizes: Sequence[int], width: int, packed: bool) -> list[int]:
+    """Where each text begins in a flattened batch.
+
+    sizes: tokens of each text. width: of a row, which has one text if they are not packed.
+    """
+    return [0, *accumulate(sizes[:-1])] if packed else [row * width for row in range(len(sizes))]
 
 
 class HeadInput(NamedTuple):

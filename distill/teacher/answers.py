@@ -109,6 +109,9 @@ class AnsweringTarget:
     def __exit__(self, *error: Any) -> None:
         """End the server that was started for the outputs."""
 
+    def forget(self, layers: tuple[int, ...]) -> None:
+        """Store no hidden states of these layers with new outputs."""
+
     def names(self, prompts: list[list[int]], taught: bool = False) -> list[str]:
         """The names of these prompts' outputs in the store."""
         return names_of(prompts, taught)
@@ -187,6 +190,9 @@ class LocalTarget(AnsweringTarget):
     def start(self) -> None:
         self.load()
 
+    def forget(self, layers: tuple[int, ...]) -> None:
+        self.states.pop(layers, None)
+
     def may_fit(self, name: str) -> bool:
         """Whether this output may be one of the first ones, by the mean length until now."""
         mean = self.tokens / self.outputs
@@ -263,8 +269,11 @@ def with_own(
     return ids, logprobs
 
 
-def note_used(folder: Path, answers: Answers) -> None:
-    """Write USED: which store and which outputs the run is trained on."""
+def note_used(folder: Path, answers: Answers, states_stored: bool = True) -> None:
+    """Write USED: which store and which outputs the run is trained on.
+
+    states_stored: False if each training step computes the hidden states.
+    """
     store = answers.store
     used = {
         "store": str(store.folder),
@@ -273,5 +282,6 @@ def note_used(folder: Path, answers: Answers) -> None:
         "left out": answers.left_out,
         "by": store.made_by(answers.names),
         "answers": store.sha256_of(answers.names),
+        "states stored": states_stored,
     }
     write_json(folder / USED, used)

@@ -1,7 +1,8 @@
 """The target's hidden states at its outputs, for drafts that read them.
 
 The target in this process stores them while it generates (distill/teacher/answers.py). An output
-without them is read in one teacher-forced pass, here or in a vLLM (served_states.py). Legend: P
+without them is read in one teacher-forced pass, here or in a vLLM (served_states.py). Where the
+disk lacks space for them, each training step computes them (`check_disk`). Legend: P
 prompt tokens, R response tokens, T all tokens of a text, L layers, H hidden size.
 """
 
@@ -15,8 +16,10 @@ from typing import ClassVar, Protocol
 import torch
 from accelerate import PartialState
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from distill.drafters.batch import TrainingBatch, text_starts
 from distill.drafters.kind import TargetEnds
 from distill.teacher.answers import Answerer
 from distill.teacher.store import Answers, CachedAnswer, Store, in_shards, name_of
@@ -48,6 +51,33 @@ def read_states(decoder: Decoder, ids: Tensor, layers: Sequence[int]) -> list[Te
     for _ in in_pieces(decoder, read, 0, decoder.new_cache(*read.shape), states=states):
         pass
     return [state[0] for state in states.values() if state is not None]
+
+
+@torch.no_grad()
+def computed_states(
+    decoder: Decoder, layers: Sequence[int], batch: TrainingBatch, sizes: Sequence[int]
+) -> Tensor:
+    """The states [B, T, L, H] of a batch without stored ones, from the target on its device.
+
+    sizes: tokens of each text of the batch.
+    """
+    ids = batch.input_ids.flatten()
+    starts = text_starts(sizes, batch.input_ids.shape[1], batch.packed)
+    places = [
+        slice(start, start + size - 1)  # as many as are stored
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+    # padding stands behind a text, whose states do not depend on it
+    texts = pad_sequence([ids[place] for place in places], batch_first=True).to(decoder.device)
+    read: HiddenStates = dict.fromkeys(layers)
+    for _ in in_pieces(decoder, texts, 0, decoder.new_cache(*texts.shape), states=read):
+        pass
+    columns = [state.to(ids.device, torch.bfloat16) for state in read.values() if state is not None]
+    stacked = torch.stack(columns, 2)
+    flat = stacked.new_zeros(len(ids), *stacked.shape[2:])
+    for place, states in zip(places, stacked, strict=True):
+        flat[place] = states[: place.stop - place.start]
+    return flat.unflatten(0, batch.input_ids.shape)
 
 
 class StateReader(Protocol):

@@ -114,32 +114,32 @@ def pair_of(recipe, layers=0, decoded_here=False):
 def test_hidden_states_need_disk(job, tmp_path):
     """Each of a 70B's states takes 16 KiB a token."""
     recipe = job(tmp_path, target=str(CONFIGS / "Llama-3.1-70B-Instruct"), **PRUNED)
-    without, needed = (
-        dry_run.cache_bytes(recipe, pair_of(recipe, layers), [[1] * 100] * 1000, 300)
-        for layers in (0, 5)
-    )
-    assert needed - without == 5 * 1000 * 400 * 2**14
+    _, states = dry_run.cache_bytes(recipe, pair_of(recipe, 5), [[1] * 100] * 1000, 300)
+    assert states == 5 * 1000 * 400 * 2**14
 
 
 @pytest.mark.parametrize(
-    ("free", "cached", "minutes", "refused", "warned"),
+    ("free", "device", "cached", "minutes", "refused", "warned", "stored"),
     [
-        (7_000, 0, None, True, False),
-        (8_000, 0, None, False, True),
-        (7_000, 0, 5, False, True),  # fewer outputs fit
-        (1_000, 0, 5, True, False),
-        (54_000, 0, None, False, True),
-        (55_000, 0, None, False, False),
-        (8_000, 11, None, True, False),  # their states alone take 20 kB
-        (8_000, 11, 5, False, True),
-        (23_000, 11, None, False, False),
+        (1_000, "cpu", 0, None, True, False, False),
+        (7_000, "cpu", 0, None, False, True, False),
+        (8_000, "cpu", 0, None, False, True, True),
+        (54_000, "cuda", 0, None, False, False, False),
+        (7_000, "cpu", 0, 5, False, True, True),  # fewer outputs fit
+        (900, "cpu", 0, 5, True, False, False),
+        (54_000, "cpu", 0, None, False, True, True),
+        (55_000, "cpu", 0, None, False, False, True),
+        (55_000, "cuda", 0, None, False, False, True),
+        (8_000, "cpu", 11, None, False, False, False),  # their states alone take 20 kB
+        (8_000, "cpu", 11, 5, False, True, True),
+        (23_000, "cpu", 11, None, False, False, True),
     ],
 )
-def test_outputs_that_do_not_fit_on_the_disk_are_refused_before_one_is_generated(
-    job, tmp_path, monkeypatch, capsys, free, cached, minutes, refused, warned
+def test_what_does_not_fit_on_the_disk_is_not_stored_or_refused_before_an_output_is_generated(
+    job, tmp_path, monkeypatch, capsys, free, device, cached, minutes, refused, warned, stored
 ):
     """11 prompts with 83 tokens in all, outputs of 1 to 24 tokens of 124 bytes, and 64 bytes of a
-    state at each token: 7,380 to 54,944 bytes.
+    state at each token: 7,380 to 54,944 bytes, 1,364 to 32,736 of them without states.
     """
     keys = PRUNED | {"minutes": minutes}
     if cached:
@@ -150,10 +150,12 @@ def test_outputs_that_do_not_fit_on_the_disk_are_refused_before_one_is_generated
     usage = SimpleNamespace(free=free)
     monkeypatch.setattr(dry_run.shutil, "disk_usage", lambda folder: usage)
     monkeypatch.setattr(dry_run, "CHECKPOINT", 0)
+    monkeypatch.setattr(dry_run, "target_device", lambda _: device)
     monkeypatch.setattr(train, "answered", answered := Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(UserError if refused else KeyboardInterrupt):
         run(job(tmp_path / "run", drafter="eagle3", **keys))
     assert answered.called != refused
+    assert refused or answered.call_args.args[-1] == stored
     assert ("Warning: The run writes" in capsys.readouterr().out) == warned
     assert (tmp_path / "run").exists() != refused
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from align.checkpoint import Checkpoint
 from distill import train
-from distill.checkpoint import last_checkpoint
+from distill.checkpoint import START, last_checkpoint
 from distill.held_out import read_measurements
 from distill.recipe import dump
 from distill.recipe_files import RecipeError
@@ -66,12 +66,12 @@ def launched(file, dies):
     return done.returncode, done.stdout + done.stderr
 
 
-def forked(file, dies, flags):
+def forked(file, dies, flags, refuses=False):
     """The same of two processes with what the launcher would tell them of FSDP."""
     environment = prepare_multi_gpu_env(asked(FSDP2, "--num_processes", "2", *flags))
     told = {k: v for k, v in environment.items() if k.startswith(("FSDP_", "ACCELERATE_"))}
     told["DRAFTSMITH_CACHE"] = os.environ["DRAFTSMITH_CACHE"]  # ranks have that of the first test
-    ranks = run_ranks(file.parent, 2, training.train, file, dies, told)
+    ranks = run_ranks(file.parent, 2, training.train, file, dies, told, refuses)
     return max(abs(status) for status, _ in ranks), "".join(printed for _, printed in ranks)
 
 
@@ -180,6 +180,24 @@ def test_two_processes_make_the_draft_of_one_though_either_is_killed(
     assert [a.step for a in theirs] == [b.step for b in ours]
     for a, b in zip(theirs, ours, strict=True):
         assert b.acceptance_rate == pytest.approx(a.acceptance_rate, abs=0.02)
+
+
+@pytest.mark.real
+def test_two_processes_take_the_part_of_a_refused_change_that_one_takes(recipe):
+    alone, two = (recipe(max_steps=8, temperature=1.0) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, value in training.REFUSED:
+            patch.setattr(module, name, value)
+        assert train.run(alone) == 0
+    file = two.folder.with_suffix(".yaml")
+    file.write_text(dump(two))
+    status, shown = forked(file, None, (), refuses=True)
+    assert status == 0, shown
+    assert_same_draft(two.folder, alone.folder)
+    theirs, ours = (read_measurements(folder)[-1] for folder in (alone.folder, two.folder))
+    assert theirs.change == ours.change == 1 / 2
+    assert ours.emitted == pytest.approx(theirs.emitted, rel=1e-4)
+    assert not (two.folder / START).exists()
 
 
 @pytest.mark.real

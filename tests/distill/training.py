@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from torch.nn import Parameter
@@ -25,6 +26,19 @@ FOLLOWED = (
     (prompt_sets, "HELD_OUT_FEWEST", 1),
     (held_out, "SHARE", 10.0),
 )
+
+
+record = held_out.HeldOut.record
+
+
+def refused(self, latest, progress):
+    """`HeldOut.record` of a draft that is worse with the whole change of its weights."""
+    if latest.step > 0 and latest.change == 1:
+        latest = replace(latest, emitted=[0.0] * len(latest.emitted))
+    return record(self, latest, progress)
+
+
+REFUSED = (*FOLLOWED, (held_out.HeldOut, "record", refused))
 
 
 def dying(work, times):
@@ -59,10 +73,13 @@ def dies_in_the_second(save):
     return save_or_die
 
 
-def train(recipe, dies, environment):
-    """The job of a recipe's path; the process of that rank dies in its second checkpoint."""
+def train(recipe, dies, environment, refuses=False):
+    """The job of a recipe's path; the process of that rank dies in its second checkpoint.
+
+    refuses: whether all weights are `refused` whose change is whole.
+    """
     os.environ |= environment
-    for module, name, value in FOLLOWED:
+    for module, name, value in REFUSED if refuses else FOLLOWED:
         setattr(module, name, value)
     if os.environ["RANK"] == str(dies):
         checkpoint.save_checkpoint = dies_in_the_second(checkpoint.save_checkpoint)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from align.checkpoint import Checkpoint
 from align.errors import UserError
 from align.files import read_json
-from distill.models import open_models, with_published_kind
+from distill.models import check_models, open_models, with_published_kind
 from distill.train import run
 from eval.decoding.drafters import dflash, eagle3, medusa
 from eval.decoding.drafters.compact import weights_of
@@ -87,6 +88,17 @@ def published(finished, tmp_path_factory):
         if layout not in RANDOM:
             alphas[layout] = read_report(made / "report" / "report.json").drafts["tuned"].alpha
     return root, alphas
+
+
+def test_a_published_head_may_have_fewer_entries_than_a_new_one(job, folder, tmp_path):
+    shape = read_json(folder / "target" / "config.json")
+    PublishedEagle3("speculators", shape, [1], torch.arange(99)).save(tmp_path / "draft")
+    recipe = of_kind(job(tmp_path, draft=str(tmp_path / "draft")))
+    assert recipe.draft_vocab_size == 99
+    check_models(recipe, *open_models(recipe))
+    new = replace(recipe, draft=None)
+    with pytest.raises(UserError, match="draft_vocab_size"):
+        check_models(new, *open_models(new))
 
 
 @pytest.mark.real

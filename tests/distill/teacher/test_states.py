@@ -2,17 +2,22 @@
 
 import dataclasses
 from collections import Counter
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from distill import train
+from align.files import read_json
+from distill import dry_run, train, trainer
+from distill.checkpoint import last_checkpoint
 from distill.models import check_models, open_models, target_loader
 from distill.prompt_sets import collect_prompts
 from distill.teacher import states as module
-from distill.teacher.answers import LocalTarget
-from distill.teacher.states import LocalStates, cache_states, states_of
-from distill.teacher.store import Answers, Store, name_of
+from distill.teacher.answers import USED, LocalTarget
+from distill.teacher.states import LocalStates, cache_states, computed_states, states_of
+from distill.teacher.store import Answers, Store, name_of, names_of
+from distill.training_set import TrainingSet
 
 LAYERS = (1,)
 
@@ -37,6 +42,47 @@ def passes(monkeypatch):
         module, "read_states", lambda *given: texts.append(given[1].tolist()) or read_states(*given)
     )
     return texts
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_those_of_a_batch_are_computed_as_they_are_stored(begun, packed):
+    target, prompts = begun
+    answers = target.answers(prompts)
+    stored = answers.store.of_states(LAYERS)
+    outputs = TrainingSet(answers, None, stored, lambda batch: None, packed, 150, 0)
+    part = next(outputs.parts())
+    sizes = [outputs.sizes[text] for text in part.texts]
+    assert len(set(sizes)) > 1
+    batch = outputs.batch(part, [])
+    computed = computed_states(target.load().decoder, LAYERS, batch, sizes)
+    torch.testing.assert_close(computed, batch.states, atol=0.05, rtol=0.01)
+    assert torch.equal(computed.any(-1), batch.states.any(-1))  # none at a last token
+
+
+def test_without_space_on_the_disk_each_step_computes_them(job, tmp_path, monkeypatch):
+    computed, losses = Mock(wraps=computed_states), {}
+    monkeypatch.setattr(trainer, "computed_states", computed)
+    monkeypatch.setattr(dry_run, "CHECKPOINT", 0)
+    for name in ("stored", "computed"):
+        monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / name))
+        keys = {"draft": None, "drafter": "eagle3", "fit_tokens": 1, "max_steps": 6}
+        recipe = job(tmp_path / name / "run", **keys, logging_steps=1, save_steps=3)
+        if name == "computed":  # and it stays so for the run
+            with monkeypatch.context() as patch:
+                patch.setattr(dry_run, "free_bytes", lambda _: 7_000)
+                patch.setattr(train, "distil_draft", Mock(side_effect=KeyboardInterrupt))
+                with pytest.raises(KeyboardInterrupt):
+                    train.run(recipe)
+        assert train.run(recipe, measured=False) == 0
+        state = read_json(last_checkpoint(recipe.folder) / "trainer_state.json")
+        losses[name] = [log["loss"] for log in state["log_history"]]
+        used = read_json(recipe.folder / USED)
+        store = Store(Path(used["store"]))
+        prompts = read_json(recipe.folder / "prompts" / "ids.json")["train"]
+        missing = store.of_states(LAYERS).missing(Answers(store, names_of(prompts)).text_names)
+        assert (used["states stored"], bool(missing)) == (name == "stored", name == "computed")
+        assert computed.called == (name == "computed")
+    assert losses["computed"] == pytest.approx(losses["stored"], rel=1e-2)
 
 
 def check(states, answers, load, layer):
