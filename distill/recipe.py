@@ -255,7 +255,11 @@ def _arguments(argv: list[str]) -> dict[str, str]:
 
 
 def build_recipe(values: dict[str, Any]) -> Recipe:
-    """A checked Recipe. Raises RecipeError for unknown, ill-typed, missing or clashing keys."""
+    """A checked Recipe. Raises RecipeError for unknown, ill-typed, missing or clashing keys.
+
+    A field of TrainingArguments that is None has its default.
+    """
+    values = {k: v for k, v in values.items() if v is not None or k not in TRAINING}
     for key, value in values.items():
         try:
             _type_of(key).validate_python(value)

@@ -104,6 +104,7 @@ def test_command_line_values_take_the_type_of_their_key(loaded):
     assert recipe.name == "7"
     assert recipe.training == {"max_steps": -1}
     assert loaded("draft: org/draft\n", "--draft", "null").draft is None
+    assert loaded("learning_rate: 1.0e-4\n", "--learning_rate", "null").training == {}
     assert loaded("", "--report_to", "[tensorboard]").training["report_to"] == ["tensorboard"]
     thinking = loaded("", "--chat_template_kwargs", '{"enable_thinking": false}')
     assert thinking.chat_template_kwargs == {"enable_thinking": False}
