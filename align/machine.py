@@ -51,12 +51,12 @@ def join_processes(on_cpu: bool, timeout: float) -> int:
             "--cpu` cannot start more. Add --config_file recipes/accelerate/cpu_2.yaml and "
             "--num_processes, or unset MASTER_PORT if one process is intended."
         )
-    others = [name for name in _OTHER_LAUNCHES if parse_flag_from_env(f"ACCELERATE_USE_{name}")]
+    modes = [name for name in _OTHER_LAUNCHES if parse_flag_from_env(f"ACCELERATE_USE_{name}")]
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION") != "2":
-        others.append("FSDP of version 1")
-    if others:
+        modes.append("FSDP of version 1")
+    if modes:
         raise UserError(
-            f"accelerate launch was configured for {others[0]}, but a draft is trained with DDP or "
+            f"accelerate launch was configured for {modes[0]}, but a draft is trained with DDP or "
             "FSDP2 only; use recipes/accelerate/multi_gpu.yaml or fsdp2.yaml."
         )
     if parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING"):
@@ -99,12 +99,12 @@ def shared_by_all(folder: Path) -> bool:
     """Whether the path is the same folder for all processes. Waits as `wait_on_host`."""
     if not _host_groups:
         return True
-    seen = [False] * PartialState().num_processes
+    visible = [False] * PartialState().num_processes
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder) as mine:
         first = folder / from_first(Path(mine.name).name)
-        torch.distributed.all_gather_object(seen, first.exists(), _host_groups[0])
-    return all(seen)
+        torch.distributed.all_gather_object(visible, first.exists(), _host_groups[0])
+    return all(visible)
 
 
 def use_machine(processes: int = 1) -> None:

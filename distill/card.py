@@ -141,9 +141,11 @@ def served_gamma(reports: Sequence[Report], weights: set[str]) -> tuple[int, Sch
                 or name_and_length(name)[0] == "tuned"
             )
         }
-        found = recommended(report, measured)
-        if report.engine == "vllm" and found:
-            return max(measured[name].gamma or 0 for name in found.served.values()), found.schedule
+        choice = recommended(report, measured)
+        if report.engine == "vllm" and choice:
+            return max(
+                measured[name].gamma or 0 for name in choice.served.values()
+            ), choice.schedule
         lengths += [
             (report.stated_speedup(draft).mean, draft.gamma or 0) for draft in measured.values()
         ]

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from align.checkpoint import Checkpoint
 from align.errors import UserError
 from align.files import nearest_existing
-from align.machine import free_memory, machine_lines
+from align.machine import free_memory, machine_lines, memory_left
 from distill.drafters.pruned import pruned_config
 from distill.evaluation import in_engine
 from distill.models import Pair, check_models, parameters, target_device, target_loader
@@ -163,20 +163,40 @@ def print_memory(
     kv = 2 * size * target.num_hidden_layers * heads * head_size
     new = recipe.answer_max_new_tokens
     tokens = max(recipe.answer_batch_size * (min(longest, PIECE) + new), longest + new)
-    shards = PartialState().num_processes if parse_flag_from_env("ACCELERATE_USE_FSDP") else 1
-    spread = torch.cuda.device_count() if recipe.device_map == "auto" else 1
-    frozen = recipe.use_peft or recipe.kind.adapter
-    stages = {"training": draft * (4 + size if frozen else TRAINED_BYTES) // shards}
+    stages = {"training": training_bytes(recipe, pair, states_stored)}
     if pair.decoded_here:
-        held = parameters(target) * size
-        stages["training"] += 0 if states_stored else held // spread
-        stages["evaluating"] = held // spread + draft * size
+        stages["evaluating"] = target_bytes(recipe, pair) + draft * size
         if answers_here:
-            stages["answering"] = (held + tokens * kv) // spread
+            stages["answering"] = target_bytes(recipe, pair) + tokens * kv // spread_over(recipe)
     name = max(stages, key=lambda stage: stages[stage])
     print(f"{name} needs most memory (a coarse estimate)")
-    needed = round(BESIDE * stages[name]) + RUNTIME
-    print("\n".join(machine_lines(needed, not recipe.training.get("use_cpu", False))))
+    on_gpu = not recipe.training.get("use_cpu", False)
+    print("\n".join(machine_lines(with_rest(stages[name]), on_gpu)))
+
+
+def spread_over(recipe: Recipe) -> int:
+    """The number of GPUs that share the target's layers."""
+    return torch.cuda.device_count() if recipe.device_map == "auto" else 1
+
+
+def target_bytes(recipe: Recipe, pair: Pair) -> int:
+    """Memory of the target's weights, on each GPU."""
+    size = getattr(torch, recipe.dtype).itemsize
+    return parameters(pair.target.text_config) * size // spread_over(recipe)
+
+
+def training_bytes(recipe: Recipe, pair: Pair, states_stored: bool) -> int:
+    """Memory of the weights in training, on each GPU. states_stored: see `check_disk`."""
+    shards = PartialState().num_processes if parse_flag_from_env("ACCELERATE_USE_FSDP") else 1
+    frozen = recipe.use_peft or recipe.kind.adapter
+    each = 4 + getattr(torch, recipe.dtype).itemsize if frozen else TRAINED_BYTES
+    trained = draft_parameters(recipe, pair) * each // shards
+    return trained if states_stored else trained + target_bytes(recipe, pair)
+
+
+def with_rest(weights: int) -> int:
+    """The memory that a process takes, by that of its weights."""
+    return round(BESIDE * weights) + RUNTIME
 
 
 def draft_parameters(recipe: Recipe, pair: Pair) -> int:
@@ -216,16 +236,16 @@ def check_disk(recipe: Recipe, pair: Pair, prompts: Prompts, target: AnsweringTa
     """Whether the disk has space for the hidden states of all outputs. Print the need, as a warning
     if the longest outputs do not fit.
 
-    Without this space each training step computes the states again, if the target is decoded here.
-    A GPU does so in about the time in which a disk reads them, so there they are stored only if
-    those of the longest outputs fit. Raises UserError if a disk lacks space for the draft, or for
-    what is stored even if each output has one token. With `minutes`, which limit the number of
-    outputs, FEW must fit.
+    Without this space each training step computes the states again, if the target is decoded here
+    and fits in the memory beside the draft. A GPU does so in about the time in which a disk reads
+    them, so there they are stored only if those of the longest outputs fit. Raises UserError if a
+    disk lacks space for the draft, or for what is stored even if each output has one token. With
+    `minutes`, which limit the number of outputs, FEW must fit.
     """
-    asked = to_answer(prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers)
-    names = target.names(prompts.held_out.ids) + target.names(asked, recipe.train_on_prompts)
+    prompted = to_answer(prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers)
+    names = target.names(prompts.held_out.ids) + target.names(prompted, recipe.train_on_prompts)
     store = target.store
-    named = zip(names, prompts.held_out.ids + asked, strict=True)
+    named = zip(names, prompts.held_out.ids + prompted, strict=True)
     new, unread = [ids for name, ids in named if name not in store], 0
     if pair.layers:  # of cached outputs, another run may have read none
         cached = Answers(store, filter(store.__contains__, names))
@@ -237,8 +257,13 @@ def check_disk(recipe: Recipe, pair: Pair, prompts: Prompts, target: AnsweringTa
     most, most_states = cache_bytes(recipe, pair, new, recipe.answer_max_new_tokens)
     least_states += unread if recipe.minutes is None else 0
     most_states += unread
-    needed = least + least_states if target_device(recipe) == "cpu" else most + most_states
-    stored = needed <= free_bytes(store.folder) or not (pair.layers and pair.decoded_here)
+    device = torch.device("cpu" if target_device(recipe) == "cpu" else "cuda")
+    needed = least + least_states if device.type == "cpu" else most + most_states
+    stored = (
+        needed <= free_bytes(store.folder)
+        or not (pair.layers and pair.decoded_here)
+        or with_rest(training_bytes(recipe, pair, False)) > memory_left(device)
+    )
     if stored:
         least, most = least + least_states, most + most_states
     else:

@@ -176,8 +176,8 @@ def target_ends(pair: Pair, dtype: torch.dtype, device: str) -> TargetEnds:
         "model.embed_tokens.weight": pair.target_embedding(dtype),
         "lm_head.weight": pair.target_head(dtype),
     }
-    wanted = model.state_dict().keys() - read.keys()
-    tensors = pair.target.tensors(wanted.__contains__)
+    unread = model.state_dict().keys() - read.keys()
+    tensors = pair.target.tensors(unread.__contains__)
     read |= {name: tensor.to(dtype) for name, tensor in tensors.items() if is_plain(tensor)}
     on_device = {name: tensor.to(device) for name, tensor in read.items()}
     model.load_state_dict(on_device, strict=False, assign=True)

@@ -142,11 +142,11 @@ def _chosen(recipe: Recipe, target: Checkpoint) -> Prompts:
     lengths = recipe.max_prompt_length, recipe.long_prompts
 
     def rendered(source: str, new_tokens: int, part: list[Prompt]) -> PromptSet:
-        asked = in_chat_form(
+        in_form = in_chat_form(
             part, recipe.instruction, target.tokenizer.chat_template, recipe.chat_template_kwargs
         )
         rows = target.vocabulary.vocab_size
-        return render_set(source, asked, target.tokenizer, room, new_tokens, *lengths, rows)
+        return render_set(source, in_form, target.tokenizer, room, new_tokens, *lengths, rows)
 
     chosen = evaluation_prompts(recipe.eval_prompts, recipe.max_eval_prompts, recipe.seed)
     measured = rendered(recipe.eval_prompts, recipe.max_new_tokens, chosen)
@@ -233,8 +233,8 @@ def with_old(
     count = round(len(prompts) * OLD_SHARE / (1 - OLD_SHARE))
     old, _ = training_prompts(spec, eval_prompts, count, seed)
     print(f"prompts: {len(old)} old ones are added to {len(prompts)}")
-    both = prompts + [replace(p, id=f"{OLD} {p.id}", category=OLD) for p in old]
-    return random.Random(seed).sample(both, len(both))
+    mixed = prompts + [replace(p, id=f"{OLD} {p.id}", category=OLD) for p in old]
+    return random.Random(seed).sample(mixed, len(mixed))
 
 
 def evaluation_prompts(spec: str, limit: int | None, seed: int) -> list[Prompt]:

@@ -58,8 +58,8 @@ def reports_of(run: Path, named: Sequence[Path]) -> list[Report]:
     named: as for `read_report`. Raises ReportError for a broken report, and if there is no report
     at all.
     """
-    own = run / "report" / "report.json"
-    paths = [own, *named] if own.exists() or not named else named
+    own_report = run / "report" / "report.json"
+    paths = [own_report, *named] if own_report.exists() or not named else named
     return [read_report(path) for path in paths]
 
 
@@ -134,14 +134,14 @@ def publish(
     source = "as its publisher states"
     if licence is None:
         licence, source = derived_licence([recipe["target"], *filter(None, [recipe.get("draft")])])
-    place = to or (run / "published" if push_to_hub else run / "draft")
-    refuse_unwritable(place)
+    destination = to or (run / "published" if push_to_hub else run / "draft")
+    refuse_unwritable(destination)
     weights = draft_weights(run)
     unmet = unmet_conditions(run, measured, weights, licence, source)
-    name = push_to_hub or place.name
-    if place == run / "draft":
-        write_card(place, run, measured, Publication(name, licence, source))
-        print(f"model card: {place / 'README.md'}")
+    name = push_to_hub or destination.name
+    if destination == run / "draft":
+        write_card(destination, run, measured, Publication(name, licence, source))
+        print(f"model card: {destination / 'README.md'}")
         for line in unmet:
             print(f"Not to be published yet: {line}")
         return
@@ -149,18 +149,24 @@ def publish(
         raise UserError(
             "\n- ".join(["not to be published yet; --force does, and the card says why", *unmet])
         )
-    earlier = place == run / "published" or weights_sha256(place) in weights
-    if place.exists() and not earlier and not (place.is_dir() and not any(place.iterdir())):
-        raise UserError(f"{place} exists already: give the name of a new folder, or remove it")
-    copy_draft(run, place, measured, Publication(name, licence, source, unmet))
-    print(f"draft: {place}")
-    target = place.with_name(f"{place.name}-target")
+    earlier = destination == run / "published" or weights_sha256(destination) in weights
+    if (
+        destination.exists()
+        and not earlier
+        and not (destination.is_dir() and not any(destination.iterdir()))
+    ):
+        raise UserError(
+            f"{destination} exists already: give the name of a new folder, or remove it"
+        )
+    copy_draft(run, destination, measured, Publication(name, licence, source, unmet))
+    print(f"draft: {destination}")
+    target = destination.with_name(f"{destination.name}-target")
     if in_one_file(recipe["target"]) and to is not None and not target.exists():
         with atomic_folder(target) as folder:
             shutil.copytree(Checkpoint.open(recipe["target"]).folder, folder, dirs_exist_ok=True)
         print(f"target: {target}")
     if push_to_hub is not None:
-        print(f"pushed: {push_folder(place, push_to_hub, public)}")
+        print(f"pushed: {push_folder(destination, push_to_hub, public)}")
 
 
 def copy_draft(run: Path, place: Path, reports: Sequence[Report], publication: Publication) -> None:
@@ -235,8 +241,10 @@ class PublishOptions(Options):
 
 def main(argv: Sequence[str]) -> None:
     args = command_line.parse(PublishOptions, "python -m distill.publish", __doc__, argv)
-    place = args.push_to_hub, args.public, args.force, args.license
-    if status := command_line.exit_status(lambda: publish(args.run, args.to, args.report, *place)):
+    settings = args.push_to_hub, args.public, args.force, args.license
+    if status := command_line.exit_status(
+        lambda: publish(args.run, args.to, args.report, *settings)
+    ):
         sys.exit(status)
 
 

@@ -201,7 +201,7 @@ def rows_of(run: Path) -> list[Row]:
             logged = {"temperature": recipe["answer_temperature"], "token_ids": output}
         text = tokenizer.decode(logged["token_ids"], skip_special_tokens=True)
         turns = [*prompt.messages, {"role": "assistant", "content": text}]
-        asked = {"tools": prompt.tools, "chat_template_kwargs": prompt.chat_template_kwargs}
-        asked = {key: value for key, value in asked.items() if value is not None}
-        rows.append(asked | logged | {"messages": turns})
+        request = {"tools": prompt.tools, "chat_template_kwargs": prompt.chat_template_kwargs}
+        request = {key: value for key, value in request.items() if value is not None}
+        rows.append(request | logged | {"messages": turns})
     return rows

@@ -192,12 +192,12 @@ def answered(
     With minutes, the hidden states that outputs lack are computed in the same rounds, except from a
     vLLM, which is started again for them. states_stored: whether those of all outputs are.
     """
-    every = to_answer(prompts.training.ids, recipe.answers_per_prompt, None)
-    asked, taught, store = every[: recipe.max_answers], recipe.train_on_prompts, target.store
-    names = target.names(every, taught)
+    prompted = to_answer(prompts.training.ids, recipe.answers_per_prompt, None)
+    asked, taught, store = prompted[: recipe.max_answers], recipe.train_on_prompts, target.store
+    names = target.names(prompted, taught)
     missing = store.missing(names)
     unanswered = [i for i in missing if i < len(asked)]
-    unused = len(every) - len(asked) - (len(missing) - len(unanswered))
+    unused = len(prompted) - len(asked) - (len(missing) - len(unanswered))
     if unused and unanswered and PartialState().is_main_process:
         print(
             f"outputs: {unused} cached ones are of later prompts than max_answers takes, "

@@ -92,12 +92,12 @@ def training_config(recipe: Recipe, width: int = WIDTH) -> SFTConfig:
         raise RecipeError(
             f"transformers refuses the recipe ({reason}); correct or remove the key that it names."
         ) from error
-    here = [str(tracker.value) for tracker in get_available_trackers()]
+    installed = [str(tracker.value) for tracker in get_available_trackers()]
     for tracker in config.report_to or ():
-        if tracker not in here:
+        if tracker not in installed:
             raise RecipeError(
                 f"report_to names {tracker!r}, which is not one of accelerate's trackers that are "
-                f"installed here ({', '.join(here) or 'none'}); install it, or name another."
+                f"installed here ({', '.join(installed) or 'none'}); install it, or name another."
             )
     return config
 
@@ -107,15 +107,15 @@ def resumed(recipe: Recipe) -> Path | None:
 
     Raises RecipeError if it is missing.
     """
-    asked = recipe.training.get("resume_from_checkpoint")
-    if asked is None:
+    named = recipe.training.get("resume_from_checkpoint")
+    if named is None:
         return from_first(last_checkpoint(recipe.folder))
-    if launch_of(Path(asked)) is None:
+    if launch_of(Path(named)) is None:
         raise RecipeError(
-            f"resume_from_checkpoint is {asked!r}, but this folder is not a complete checkpoint; "
+            f"resume_from_checkpoint is {named!r}, but this folder is not a complete checkpoint; "
             "name another, or leave the key out to resume from the last complete one."
         )
-    return Path(asked)
+    return Path(named)
 
 
 def accelerator_of(config: SFTConfig) -> Accelerator:

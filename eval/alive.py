@@ -90,14 +90,14 @@ class AliveOptions(Options):
     def asked(self, folder: Path) -> RunOptions:
         """The options of the evaluation. folder: where own questions are written."""
         named = {"run": self.run, "prompts": self.prompts, "instruction": self.instruction}
-        given: dict[str, Any] = {name: value for name, value in named.items() if value}
+        settings: dict[str, Any] = {name: value for name, value in named.items() if value}
         if not (self.run or self.prompts):
             path = folder / "prompts.jsonl"
             write_prompts(path, [Prompt(text, text) for text in QUESTIONS])
-            given = {"prompts": str(path), "instruction": PLACE} | given
-        given = defaults(given) | given | {"target": self.target, "draft": (self.draft,)}
+            settings = {"prompts": str(path), "instruction": PLACE} | settings
+        settings = defaults(settings) | settings | {"target": self.target, "draft": (self.draft,)}
         models = {"dtype": self.dtype, "device": self.device, "temperature": 0.0}
-        return RunOptions(**given | models | DECODED)
+        return RunOptions(**settings | models | DECODED)
 
 
 def parse(argv: Sequence[str]) -> AliveOptions:
@@ -120,13 +120,13 @@ class Outputs:
 
         misplaced: the draft reads the target's states of other tokens.
         """
-        each = list[Tensor]()
+        parts = list[Tensor]()
         for ids, run, states in zip(self.ids, self.runs, self.states, strict=True):
             if misplaced:
                 states = {k: x.roll(x.shape[1] // 2, 1) for k, x in states.items()}  # type: ignore[union-attr]
             q = drafter.teacher_forced(ids, run.tokens, Sampling(), states).cpu()
-            each.append(q.gather(-1, torch.tensor(run.tokens)[:, None])[:, 0] > 0)
-        return torch.cat(each)
+            parts.append(q.gather(-1, torch.tensor(run.tokens)[:, None])[:, 0] > 0)
+        return torch.cat(parts)
 
     def chance(self, drafter: Drafter) -> Tensor:
         """`accepted` of a draft that knows nothing of the text: the better one of the draft on

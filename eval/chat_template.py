@@ -37,21 +37,21 @@ def in_chat_form(
     Raises PromptError for an instruction without a place for the prompt, for a prompt that cannot
     be split, and for template_kwargs if all prompts are completed raw.
     """
-    asked = list(prompts)
+    instructed = list(prompts)
     if instruction is not None and chat_template:
-        asked = [_asked(prompt, instruction) for prompt in asked]
-    if not template_kwargs or not asked:
-        return asked
-    if not any(prompt.messages for prompt in asked):
+        instructed = [_asked(prompt, instruction) for prompt in instructed]
+    if not template_kwargs or not instructed:
+        return instructed
+    if not any(prompt.messages for prompt in instructed):
         raise PromptError(
             f"chat_template_kwargs is {template_kwargs}, but all prompts are completed raw. Give "
             "`messages`, set instruction for a target with a chat template, or omit it."
         )
-    for i, prompt in enumerate(asked):
+    for i, prompt in enumerate(instructed):
         if prompt.messages is not None:
             kwargs = template_kwargs | (prompt.chat_template_kwargs or {})
-            asked[i] = replace(prompt, chat_template_kwargs=kwargs)
-    return asked
+            instructed[i] = replace(prompt, chat_template_kwargs=kwargs)
+    return instructed
 
 
 def _asked(prompt: Prompt, instruction: str) -> Prompt:

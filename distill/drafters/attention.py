@@ -55,14 +55,14 @@ class Marks(NamedTuple):
 def sees(queries: Marks, keys: Marks, window: int | None, both_ways: bool) -> Tensor:
     """Whether each query sees each key [B, Q, K]; arguments as of `Attention.__call__`."""
     behind = queries.positions[..., None] - keys.positions[:, None]
-    seen = behind >= 0
+    visible = behind >= 0
     if window is not None:
-        seen &= behind + queries.depths[..., None] < window
+        visible &= behind + queries.depths[..., None] < window
     group = queries.groups[..., None] == keys.groups[:, None]
     group &= (queries.groups != NO_GROUP)[..., None]
     if not both_ways:
         group &= keys.depths[:, None] <= queries.depths[..., None]
-    return (seen | group) & (queries.texts[..., None] == keys.texts[:, None])
+    return (visible | group) & (queries.texts[..., None] == keys.texts[:, None])
 
 
 class Attention:
@@ -86,12 +86,12 @@ class Attention:
             pairs = [(self.queries, self.keys)]
             if self.by_text:
                 pairs = list(zip(*map(self._parts, range(2)), strict=True))
-            seen = [sees(*pair, window, both_ways) for pair in pairs]
+            visible = [sees(*pair, window, both_ways) for pair in pairs]
             if not self.by_text:
-                seen = [seen[0][:, None]]
+                visible = [visible[0][:, None]]
             lowest = torch.finfo(dtype).min
             self.masks[window, both_ways, dtype] = [
-                torch.zeros_like(each, dtype=dtype).masked_fill_(~each, lowest) for each in seen
+                torch.zeros_like(part, dtype=dtype).masked_fill_(~part, lowest) for part in visible
             ]
         return self.masks[window, both_ways, dtype]
 

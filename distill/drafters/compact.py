@@ -49,8 +49,8 @@ def tuned_config(
     tuned = {**about, dtype: str(embedding.dtype).removeprefix("torch.")}
     if shape := about.get("transformer_layer_config"):
         # vLLM reads these keys without the defaults of the layers' class
-        own, keys = layers.to_dict(), type(layers)().to_dict()
-        tuned["transformer_layer_config"] = {key: own[key] for key in keys} | shape
+        values, keys = layers.to_dict(), type(layers)().to_dict()
+        tuned["transformer_layer_config"] = {key: values[key] for key in keys} | shape
     if proposals := about.get("speculators_config"):
         names = target.config.architectures
         verifier = {"name_or_path": target.spec, "architectures": names}

@@ -131,16 +131,16 @@ def read_noise(model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
     """The last states [M, H] that the plan takes of the random tokens behind the texts."""
     body: Any = model.base_model
     chains, depths, taken, *_ = batch.plan
-    place = batch.positions[chains.clamp_min(0)]  # [B, Q], in the flattened batch
-    before = batch.position_ids.flatten()[place] - 1
-    texts = batch.texts.flatten()[place].masked_fill(chains < 0, NO_TEXT)
+    places = batch.positions[chains.clamp_min(0)]  # [B, Q], in the flattened batch
+    before = batch.position_ids.flatten()[places] - 1
+    texts = batch.texts.flatten()[places].masked_fill(chains < 0, NO_TEXT)
     of_texts = Marks.of_texts(batch.texts, batch.position_ids)
     noise = Marks(texts, before, chains, depths)
-    own, held = Attention(of_texts, of_texts), list[tuple[Tensor, Tensor]]()
+    attend, kept = Attention(of_texts, of_texts), list[tuple[Tensor, Tensor]]()
 
     def read(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        held.append((k, v))
-        return own(q, k, v, window=window)
+        kept.append((k, v))
+        return attend(q, k, v, window=window)
 
     embedding, nothing = body.embed_tokens, taken[:0]
     model.disable_adapters()
@@ -152,9 +152,9 @@ def read_noise(model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
     seeds = batch.seeds[texts.clamp_min(0)]
     x = embedding(random_ids(seeds, before, depths, len(embedding.weight)))
     rotary = rotary_of(body, before + depths)
-    for layer, context in zip(body.layers, held, strict=True):
-        seen = partial(behind, attention, context)
-        x = layer(x, packed=seen, trained=taken, position_embeddings=rotary)
+    for layer, context in zip(body.layers, kept, strict=True):
+        attend_behind = partial(behind, attention, context)
+        x = layer(x, packed=attend_behind, trained=taken, position_embeddings=rotary)
     return normed(body.norm, x)[0]
 
 

@@ -140,8 +140,8 @@ def compared(answer: CachedAnswer, temperature: float, vocab_size: int) -> Compa
     likely, others = logp[:, :-1], vocab_size - logp.shape[1] + 1
     least = likely[:, -1]
     # each of the others is at most as likely as the last of these; fp16 rounds the sum
-    rest = torch.maximum(1 - likely.exp().sum(1), logp[:, -1].exp())
-    log_rest = torch.minimum(rest.log(), least + math.log(others))
+    others_mass = torch.maximum(1 - likely.exp().sum(1), logp[:, -1].exp())
+    log_rest = torch.minimum(others_mass.log(), least + math.log(others))
     power = 1 / max(temperature, LOWEST)
     # the largest sum of p ** power that the others can have
     if power >= 1:
@@ -152,15 +152,15 @@ def compared(answer: CachedAnswer, temperature: float, vocab_size: int) -> Compa
     log_sum = scores.logsumexp(1, keepdim=True)
     log_q, log_cached = scores - log_sum, power * logp - log_sum
     q = log_q.exp()
-    found = answer.top_ids == answer.response_ids[:, None]
-    place = found.int().argmax(1, keepdim=True)  # the last one stands for all others
+    matches = answer.top_ids == answer.response_ids[:, None]
+    column = matches.int().argmax(1, keepdim=True)  # the last one stands for all others
     entropy = -(q * log_q).sum(1)
-    log_x = log_cached.gather(1, place)[:, 0]
-    at_most = q.flip(1).cumsum(1).flip(1).gather(1, place)[:, 0]
-    rare = place[:, 0] == likely.shape[1]
+    log_x = log_cached.gather(1, column)[:, 0]
+    at_most = q.flip(1).cumsum(1).flip(1).gather(1, column)[:, 0]
+    rare = column[:, 0] == likely.shape[1]
     return Comparison(
         log_x,
-        log_q.gather(1, place)[:, 0] + entropy,
+        log_q.gather(1, column)[:, 0] + entropy,
         (q * log_q**2).sum(1) - entropy**2,
         torch.where(rare, torch.minimum(at_most, others * log_x.exp()), at_most),
     )

@@ -185,7 +185,7 @@ def turns_of(row: Row) -> Iterator[Row]:
     """
     turns = [turn for turn in row["messages"] if isinstance(turn, dict)]
     roles = [turn.get("role") for turn in turns]
-    asked = {name: value for name, value in row.items() if name not in OF_OUTPUT}
+    request = {name: value for name, value in row.items() if name not in OF_OUTPUT}
     for i, turn in enumerate(turns):
         if roles[i] != "assistant" or "user" not in roles[:i] or roles[i - 1] == "assistant":
             continue
@@ -202,7 +202,7 @@ def turns_of(row: Row) -> Iterator[Row]:
             reasons = (row.get("finish_reason"), row.get("stop_reason"))
             if any(isinstance(it, str) and it.lower() not in ENDED for it in reasons):
                 output["cut"] = True
-        yield asked | {"messages": turns[:i], "logged_output": output}
+        yield request | {"messages": turns[:i], "logged_output": output}
 
 
 def logged_prompts(spec: str, model: str | None) -> list[Prompt]:

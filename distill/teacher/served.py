@@ -126,14 +126,16 @@ class Request:
         rows = self._choice(sent, prompt + output).logprobs.top_logprobs
         if len(rows) != (size := len(prompt) + len(output) + 1):
             raise ServerError(f"it has {len(rows)} distributions for {size} tokens; use vLLM")
-        told = rows[len(prompt) : -1]
-        own = [(row or {}).get(f"token_id:{i}") for row, i in zip(told, output, strict=True)]
-        if None in own:
+        distributions = rows[len(prompt) : -1]
+        own_logprobs = [
+            (row or {}).get(f"token_id:{i}") for row, i in zip(distributions, output, strict=True)
+        ]
+        if None in own_logprobs:
             raise ServerError("it lacks log-probabilities of the text's own tokens; use vLLM")
-        said = torch.tensor(output)
-        ids, values = (torch.from_numpy(part) for part in self._top(told))
-        ids, values = with_own(ids, values.float(), said, torch.tensor(own))
-        return CachedAnswer(torch.tensor(prompt), said, ids, values)
+        response = torch.tensor(output)
+        ids, values = (torch.from_numpy(part) for part in self._top(distributions))
+        ids, values = with_own(ids, values.float(), response, torch.tensor(own_logprobs))
+        return CachedAnswer(torch.tensor(prompt), response, ids, values)
 
     def _choice(self, sent: Any, prompt: list[int]) -> _Choice:
         """A response's output. Raises ServerError for another form, model or prompt."""

@@ -289,8 +289,8 @@ class Comparison:
     def _cut(self, visit: Visit, stage: str, number: int) -> None:
         """Leave out this prompt and the later ones if the time of the first visit is over."""
         first = visit.contender == 0 and self._first(stage, number)
-        asked = first and number == self.turns[number][0] and number >= FEWEST_CLUSTERS
-        if asked and time.monotonic() > self.first_ends:
+        at_start = first and number == self.turns[number][0] and number >= FEWEST_CLUSTERS
+        if at_start and time.monotonic() > self.first_ends:
             self.in_time = min(self.in_time, number)
 
     def _open(self, contender: Contender, stage: str, number: int) -> bool:
@@ -306,9 +306,9 @@ class Comparison:
             return False
         if stage == TIMED:
             earlier = {*range(number - number % PASSES, number)}  # passes of this load
-            both = plain.passes.keys() & contender.passes.keys()
+            done = plain.passes.keys() & contender.passes.keys()
             undone = number not in contender.passes and (stage, number) not in plain.failed
-            return undone and both >= earlier
+            return undone and done >= earlier
         if number in contender.outputs or prompt in self.left_out or prompt >= self.in_time:
             return False
         return number == prompt or prompt in self.pairs(contender)
@@ -351,8 +351,8 @@ class Comparison:
             return self.baseline.passes[number].asked
         firsts = [turns[0] for turns in self.conversations]
         prompts = [self.prompts[i] for i in firsts if i not in self.left_out]
-        every = passes(self.task.loads[number // PASSES], prompts, self.decoding.seed)
-        return every[number % PASSES]
+        both_passes = passes(self.task.loads[number // PASSES], prompts, self.decoding.seed)
+        return both_passes[number % PASSES]
 
     def _output(self, contender: Contender, engine: Engine, number: int) -> PromptOutputs:
         prompt = self._asked(contender, number % self.count)
@@ -398,8 +398,8 @@ class Comparison:
         """The sampled outputs whose log-probabilities are not known yet, by number."""
         if self.decoding.sampling.greedy:
             return []
-        every = [(c, i) for c in self.contenders for i in range(self.count)]
-        return [(c, i) for c, i in every if i in c.outputs and i not in c.logprobs]
+        sampled = [(c, i) for c in self.contenders for i in range(self.count)]
+        return [(c, i) for c, i in sampled if i in c.outputs and i not in c.logprobs]
 
     def _divergences(self, contender: Contender) -> dict[int, dict[str, Any]]:
         """The fields of a `Divergence` of each output that differs, by number of the prompt."""
@@ -424,11 +424,11 @@ class Comparison:
     def _resume(self, journal: Journal, tasks: set[Work]) -> None:
         """Take the results that the journal has of these contenders, tasks and settings."""
         journal.begin("results by contender, stage and prompt")
-        every = tasks | {(kind, i) for kind in (DIVERGENCES, LOGPROBS) for i in range(self.count)}
+        work = tasks | {(kind, i) for kind in (DIVERGENCES, LOGPROBS) for i in range(self.count)}
         for contender in self.contenders:
             stages = {kind: f"{kind} of {contender.name or 'target'}" for kind in KINDS}
             values = {kind: dict(journal.results.get(stages[kind], [])) for kind in KINDS}
-            for kind, number in sorted(every - {(JUDGE, 0)}):
+            for kind, number in sorted(work - {(JUDGE, 0)}):
                 if (key := self._key(contender, kind, number)) in values[kind]:
                     result = KINDS[kind].validate_python(values[kind][key])
                     getattr(contender, kind)[number] = result

@@ -60,9 +60,9 @@ def explain(
     except ServerError as failure:
         return not_judged(str(failure))
     errors = [
-        abs(one[token] - other[token])
-        for one, other in zip(single, again, strict=True)
-        for token in one.keys() & other.keys()
+        abs(first[token] - second[token])
+        for first, second in zip(single, again, strict=True)
+        for token in first.keys() & second.keys()
     ]
     error = max(errors, default=None)
     target, drafted = outputs[0][at], outputs[1][at]

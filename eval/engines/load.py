@@ -203,8 +203,10 @@ def timed_pass(server: Any, asked: Pass, decoding: Decoding) -> TimedPass:
         with ThreadPoolExecutor(asked.load.concurrency) as threads:
             requests, counts = zip(*threads.map(request, asked.prompts), strict=True)
         window = Window(asked.edge, len(requests) - asked.edge)
-    told = [each for each in counts if each]  # with the outputs; else the server's counters grew
-    counters = Speculation.sum(told) if told else between(before, server.counters())
+    with_outputs = [
+        each for each in counts if each
+    ]  # with the outputs; else the server's counters grew
+    counters = Speculation.sum(with_outputs) if with_outputs else between(before, server.counters())
     return TimedPass(asked, [*requests], counters, window)
 
 
@@ -257,12 +259,12 @@ def overload(pairs: Sequence[tuple[TimedPass, TimedPass]]) -> dict[str, Any] | N
     ]
     if not names:
         return None
-    both = _of_both(sides)
-    tokens = both["tokens_per_s"]
+    fields = _of_both(sides)
+    tokens = fields["tokens_per_s"]
     return {
         "request_rate": pairs[0][0].asked.load.rate,
         "servers": names,
-        "requests_per_s": both["requests_per_s"],
+        "requests_per_s": fields["requests_per_s"],
         "tokens_per_s": Both(baseline=tokens.baseline.mean, speculative=tokens.speculative.mean),
     }
 
@@ -278,12 +280,12 @@ def load_point(
     """
     sides = [*zip(*pairs, strict=True)]
     batches = [[batch for passed in side for batch in passed.batches] for side in sides]
-    both = _of_both(sides, limits or {}, started)
-    good, itl = both.pop("good_per_s"), both["itl_ms"]
+    fields = _of_both(sides, limits or {}, started)
+    good, itl = fields.pop("good_per_s"), fields["itl_ms"]
     counted = [passed.counters for passed in sides[1] if passed.counters]
     lengths = [(c.drafts + c.accepted, c.drafts) for c in counted if c.drafts]
     load = pairs[0][0].asked.load
-    return both | {
+    return fields | {
         "concurrency": load.concurrency or None,
         "request_rate": load.rate or None,
         "requests": min(sum(len(batch.runs) for batch in side) for side in batches),

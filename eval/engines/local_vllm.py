@@ -207,15 +207,15 @@ class VllmServers(Servers):
                 model = self.opened[draft] = Checkpoint.open(draft)
                 self.loadable[draft] = loadable_draft(model, self.target, self.scratch)
                 folder, own_ids = self.loadable[draft]
-                asked = json.loads(speculation(folder, 1, None, own_ids)[1])
-                if asked["method"] == "medusa" and release >= [0, 33]:
+                settings = json.loads(speculation(folder, 1, None, own_ids)[1])
+                if settings["method"] == "medusa" and release >= [0, 33]:
                     raise ServerError(
                         f"{draft} has Medusa heads, and vLLM {release[0]}.{release[1]} has no "
                         f"Medusa; install vLLM {VLLM}, or train another drafter."
                     )
                 # vLLM's second model runner cuts the server's context to that of such a draft
-                first_runner = own_ids or "parallel_drafting" in asked
-                if asked["method"] == "draft_model" and release >= [0, 33] and not first_runner:
+                first_runner = own_ids or "parallel_drafting" in settings
+                if settings["method"] == "draft_model" and release >= [0, 33] and not first_runner:
                     length = longest_context(model.text_config)
                     self.positions = min(self.positions, length)
                     if length < self.longest(self.target):

@@ -74,11 +74,11 @@ def client_of(url: str, engine: str | None) -> type[EngineServer]:
     gateway. Raises UserError if the server names another engine.
     """
     owner = Server(url).models[0].get("owned_by")
-    found = next((client for client in CLIENTS if client.owner == owner), None)
+    owning = next((client for client in CLIENTS if client.owner == owner), None)
     named = next((client for client in CLIENTS if client.engine == engine), VllmServer)
-    if engine and found not in (None, named):
+    if engine and owning not in (None, named):
         raise UserError(f"{url} is owned by {owner!r}, not {engine}; omit --engine.")
-    return found or named
+    return owning or named
 
 
 def measure_servers(
@@ -137,12 +137,12 @@ def measure_servers(
         dtype="dtype of the server",
         environment=machine,
     )
-    shown = report.model_dump_json()  # reports are published, so reasons have no address
+    text = report.model_dump_json()  # reports are published, so reasons have no address
     for server in sorted(
         [baseline, *drafts.values()], key=lambda each: len(each.url), reverse=True
     ):
-        shown = shown.replace(server.url, "server").replace(f"host='{server.host}'", "server")
-    return Report.model_validate_json(shown)
+        text = text.replace(server.url, "server").replace(f"host='{server.host}'", "server")
+    return Report.model_validate_json(text)
 
 
 def measure_started(
@@ -189,7 +189,7 @@ def measure_started(
             target.spec,
             _files(target),
         ]
-        told: list[list[Any]] = []  # what servers tell of themselves
+        reported: list[list[Any]] = []  # what servers tell of themselves
 
         @contextmanager
         def serving(
@@ -202,13 +202,13 @@ def measure_started(
                 if idle([_warm_up(server, task)]) and draft not in N_GRAMS | {""}:
                     raise ServerError(IDLE)
                 facts = {"engine_version": server.version}
-                told.append([json.dumps(shared), name, servers.runner, facts])
+                reported.append([json.dumps(shared), name, servers.runner, facts])
                 if task.journal:  # for a later process, which may start no server
-                    task.journal.add("servers", told[-1])
+                    task.journal.add("servers", reported[-1])
                 yield server
 
         # every draft at its longest comes last, in the order given; the last one decides
-        wanted = [
+        planned = [
             (-longer, gamma, name, draft)
             for name, draft in drafts.items()
             for longer, gamma in enumerate(
@@ -218,7 +218,7 @@ def measure_started(
             )
         ]
         contenders = [Contender(serving, identity=shared)]
-        for _, gamma, name, draft in sorted(wanted, key=itemgetter(0)):
+        for _, gamma, name, draft in sorted(planned, key=itemgetter(0)):
             named = f"{name}, gamma {gamma}" if gammas[1:] else name
             facts = _facts(draft, gamma, gamma in gammas or draft == LOOKUP)
             facts["context"] = servers.contexts.get(draft)
@@ -232,7 +232,7 @@ def measure_started(
         comparison.run(partial(there_and_back, starts=task.starts))
         runners: dict[str, str] = {}
         for about, name, runner, facts in (
-            task.journal.results.get("servers", []) if task.journal else told
+            task.journal.results.get("servers", []) if task.journal else reported
         ):
             if about == json.dumps(shared):
                 machine |= facts

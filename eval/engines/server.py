@@ -65,15 +65,15 @@ def check_address(url: str, variable: str = API_KEY) -> SplitResult:
 
     variable: the environment variable in which a password is given instead.
     """
-    shown = re.split("[?#]", url.rpartition("@")[2])[0]  # without a password
+    plain = re.split("[?#]", url.rpartition("@")[2])[0]  # without a password
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:  # a port or an IPv6 address that is none
         valid = False
-    if not valid or shown != url:
+    if not valid or plain != url:
         raise UserError(
-            f"The address of {shown} is not http://HOST:PORT alone; correct it, and set {variable} "
+            f"The address of {plain} is not http://HOST:PORT alone; correct it, and set {variable} "
             "if the server needs a key, because no server gets a password or a query."
         )
     return parts

@@ -42,7 +42,7 @@ class SglangServer(EngineServer):
     def streamed(self, prompt: Prompt, decoding: Decoding) -> Output:
         """As in EngineServer, with counts; each message with tokens is a speculation step."""
         ids, sampling, schema = self._prompt_ids(prompt), decoding.sampling, json_schema(prompt)
-        how: dict[str, Any] = {
+        parameters: dict[str, Any] = {
             "max_new_tokens": decoding.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -52,8 +52,8 @@ class SglangServer(EngineServer):
             **UNPENALISED,
         }
         if schema is not None:
-            how["json_schema"] = json.dumps(schema or {"type": "object"})
-        body = {"input_ids": ids, "sampling_params": how, "stream": True}
+            parameters["json_schema"] = json.dumps(schema or {"type": "object"})
+        body = {"input_ids": ids, "sampling_params": parameters, "stream": True}
         times, steps = [time.perf_counter()], list[list[int]]()
         about: dict[str, Any] = {}
         count, text = 0, ""
@@ -74,12 +74,12 @@ class SglangServer(EngineServer):
         return Output(run, ids, finish["type"] == "stop", counts_of(about), text)
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        asked: dict[str, Any] = {"prompt": prompt.prompt}
+        request: dict[str, Any] = {"prompt": prompt.prompt}
         if prompt.messages is not None:
-            asked = chat_request(prompt)
+            request = chat_request(prompt)
             if prompt.tools:  # with "none" the server would not show them to its template
-                asked["tool_choice"] = "auto"
-        return list(map(int, self.ask("/tokenize", asked)["tokens"]))
+                request["tool_choice"] = "auto"
+        return list(map(int, self.ask("/tokenize", request)["tokens"]))
 
     def written(self, prompt: list[int], count: int) -> tuple[list[int], list[Logprobs]]:
         return self._asked(prompt, count, "output")
@@ -108,10 +108,10 @@ class SglangServer(EngineServer):
         }
         about = self.ask("/generate", body)["meta_info"]
         try:
-            own = about[f"{side}_token_logprobs"][-last:]
+            generated = about[f"{side}_token_logprobs"][-last:]
             tops = about[f"{side}_top_logprobs"][-last:]
-            rows = [[said, *top] for said, top in zip(own, tops, strict=True)]
-            tokens = [int(token) for _, token, *_ in own]
+            rows = [[said, *top] for said, top in zip(generated, tops, strict=True)]
+            tokens = [int(token) for _, token, *_ in generated]
             return tokens, [{int(i): float(logprob) for logprob, i, *_ in row} for row in rows]
         except (LookupError, TypeError, ValueError):
             raise ServerError("the server returned no log-probabilities") from None

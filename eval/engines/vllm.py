@@ -87,8 +87,8 @@ class VllmServer(EngineServer):
         Raises ServerError if a token has none; only the first token of a prompt may have none.
         """
         body = {"model": self.model, "prompt": ids, "temperature": 0.0, **UNPENALISED, **request}
-        asked = {"logprobs": TOP, "return_tokens_as_token_ids": True}
-        answer = self.ask("/v1/completions", body | asked)
+        settings = {"logprobs": TOP, "return_tokens_as_token_ids": True}
+        answer = self.ask("/v1/completions", body | settings)
         try:
             sent = answer["choices"][0]["logprobs"]
             tokens = token_ids(sent["tokens"])
@@ -96,13 +96,17 @@ class VllmServer(EngineServer):
             logprobs = [
                 dict(zip(token_ids(top), map(float, top.values()), strict=True)) for top in tops
             ]
-            told = [
-                token in seen and all(map(math.isfinite, seen.values()))
-                for token, seen in zip(tokens, logprobs, strict=True)
-                if seen
+            complete = [
+                token in known and all(map(math.isfinite, known.values()))
+                for token, known in zip(tokens, logprobs, strict=True)
+                if known
             ]
         except (LookupError, TypeError, AttributeError, ValueError):
-            told = []
-        if not told or not all(told) or len(told) < len(tokens) - request.get("echo", False):
+            complete = []
+        if (
+            not complete
+            or not all(complete)
+            or len(complete) < len(tokens) - request.get("echo", False)
+        ):
             raise ServerError("the server returned no log-probabilities")
         return tokens, logprobs

@@ -114,11 +114,11 @@ def evaluate(
     # 1. The target's outputs, for the acceptance rates. If time is short, prompts without an
     # output are not evaluated; a process that continues has the same prompts.
     drawn = evaluation.drawn(len(evaluation.prompts), seed)
-    asked = list(zip((prompt.id for prompt in drawn.prompts), drawn.ids, strict=True))
+    to_decode = list(zip((prompt.id for prompt in drawn.prompts), drawn.ids, strict=True))
     fewest = reaching(drawn.prompts, FEWEST_OUTPUTS)
     first = BATCH if plan.seconds is None else fewest
-    starts = [0, *range(first, len(asked), BATCH), len(asked)]
-    pieces = [dict(asked[start:end]) for start, end in pairwise(starts)]
+    starts = [0, *range(first, len(to_decode), BATCH), len(to_decode)]
+    pieces = [dict(to_decode[start:end]) for start, end in pairwise(starts)]
     outputs = journal.each(
         "target outputs",
         pieces,
@@ -151,9 +151,9 @@ def evaluate(
         if length is None:
             share = STEPS + (LENGTHS - STEPS) * number / len(drafters)
             enough = until(share, "", FEWEST_TUNED)
-            given = target, drafter, tuning, decoding, draft_costs, longest, enough
+            arguments = target, drafter, tuning, decoding, draft_costs, longest, enough
             length, prompts = journal.once(
-                f"draft length of {labels[name]}", partial(fastest_length, *given)
+                f"draft length of {labels[name]}", partial(fastest_length, *arguments)
             )
             policy = f"fixed, fastest on {prompts} other prompts"
         elif drafter.most is not None and length > drafter.most:
@@ -281,10 +281,10 @@ def reaching(prompts: Sequence[Prompt], clusters: int) -> int:
 
     If even all of them do not, this number is `clusters`, because more gain no interval.
     """
-    seen: set[int | str] = set()
+    reached: set[int | str] = set()
     for number, prompt in enumerate(prompts):
-        seen.add(number if prompt.group is None else prompt.group)
-        if len(seen) == clusters:
+        reached.add(number if prompt.group is None else prompt.group)
+        if len(reached) == clusters:
             return number + 1
     return clusters
 

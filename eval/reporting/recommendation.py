@@ -61,20 +61,22 @@ def recommended(report: Report, among: Collection[str] | None = None) -> Recomme
         if name not in report.broken and (draft.serves_alone or report.engine != REFERENCE):
             names.setdefault(name_and_length(name)[0], []).append(name)
 
-    def sureness(found: Recommendation) -> tuple[bool, float, float]:
-        logs = [math.log(_bound(report, name, load)) for load, name in found.served.items()]
-        logs += [0.0] * len(found.off + found.slow)
-        return not found.slow, min(logs), fmean(logs)
+    def sureness(choice: Recommendation) -> tuple[bool, float, float]:
+        logs = [math.log(_bound(report, name, load)) for load, name in choice.served.items()]
+        logs += [0.0] * len(choice.off + choice.slow)
+        return not choice.slow, min(logs), fmean(logs)
 
-    found = [
+    choices = [
         configuration
         for lengths in names.values()
         for configuration in _configurations(report, lengths)
         if configuration.served
     ]
-    best = max(found, key=sureness, default=None)
+    best = max(choices, key=sureness, default=None)
     ngrams = [
-        each for each in found if report.drafts[next(iter(each.served.values()))].path == LOOKUP
+        choice
+        for choice in choices
+        if report.drafts[next(iter(choice.served.values()))].path == LOOKUP
     ]
     ngram = max(ngrams, key=sureness, default=None)
     return best if best is None or ngram is None or _beats(report, best, ngram) else ngram

@@ -55,7 +55,7 @@ class Top:
 def top(report: Report) -> Top:
     """The first lines of the report."""
     drafts = [(name, report.drafts[name]) for name in in_order(report)]
-    found = recommended(report)
+    choice = recommended(report)
     starred = {
         name for name, draft in drafts if report.engine == REFERENCE and not draft.serves_alone
     }
@@ -72,10 +72,10 @@ def top(report: Report) -> Top:
             for load in loads_of(report)
         },
         note=REFERENCE_NOTE if starred else "",
-        memory=_memory(report, found),
+        memory=_memory(report, choice),
         training=_training(report),
-        serve=_serve(report, found) if found else "",
-        commands=list(_commands(report, found)) if found else [],
+        serve=_serve(report, choice) if choice else "",
+        commands=list(_commands(report, choice)) if choice else [],
         setting=_setting(report),
     )
 
@@ -129,8 +129,8 @@ def verdict(report: Report) -> str:
     engine, loads, basis = measured_in(report), loads_of(report), basis_of(report)
     broken = ", ".join(map(label, report.broken))
     start = f"Do NOT serve {broken}: outputs mismatch the target's. " if broken else ""
-    found = recommended(report)
-    if found is None:
+    choice = recommended(report)
+    if choice is None:
         speedups = [report.stated_speedup(draft) for draft in report.drafts.values()]
         if all(speedup.ci95 is None for speedup in speedups):
             most = max(speedup.clusters or speedup.n for speedup in speedups)
@@ -141,9 +141,11 @@ def verdict(report: Report) -> str:
         at = f" {together(loads)}" if loads[1:] else ""
         start += f"No draft is shown to be faster than the target alone{at}, as {basis}."
         return start + _too_costly(report)
-    if loads[1:] or found.slow:
-        return f"{start}{_by_load(report, found)} Higher loads: not measured. Measured in {engine}."
-    name = found.served[ONE_AT_A_TIME]
+    if loads[1:] or choice.slow:
+        return (
+            f"{start}{_by_load(report, choice)} Higher loads: not measured. Measured in {engine}."
+        )
+    name = choice.served[ONE_AT_A_TIME]
     draft = report.drafts[name]
     shown = _with_length(report, name)
     ngram = next((d for d in report.drafts.values() if d.path == LOOKUP), None)

@@ -25,13 +25,13 @@ class ReportWarning(NamedTuple):
 
 def find_warnings(report: Report) -> list[ReportWarning]:
     """All warnings about the report; mismatches come first."""
-    found = [*_mismatches(report), *_about_setting(report), *_about_prompts(report)]
+    warnings = [*_mismatches(report), *_about_setting(report), *_about_prompts(report)]
     for name in report.drafts:
-        found += [
+        warnings += [
             ReportWarning(code, f"{label(name)}: {text}")
             for code, text in _about_draft(report, name)
         ]
-    return [*found, *_about_gains(report)]
+    return [*warnings, *_about_gains(report)]
 
 
 def _mismatches(report: Report) -> Iterator[ReportWarning]:

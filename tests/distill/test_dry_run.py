@@ -122,6 +122,7 @@ def test_hidden_states_need_disk(job, tmp_path):
     ("free", "device", "cached", "minutes", "refused", "warned", "stored"),
     [
         (1_000, "cpu", 0, None, True, False, False),
+        (7_000, "full", 0, None, True, False, True),
         (7_000, "cpu", 0, None, False, True, False),
         (8_000, "cpu", 0, None, False, True, True),
         (54_000, "cuda", 0, None, False, False, False),
@@ -150,7 +151,8 @@ def test_what_does_not_fit_on_the_disk_is_not_stored_or_refused_before_an_output
     usage = SimpleNamespace(free=free)
     monkeypatch.setattr(dry_run.shutil, "disk_usage", lambda folder: usage)
     monkeypatch.setattr(dry_run, "CHECKPOINT", 0)
-    monkeypatch.setattr(dry_run, "target_device", lambda _: device)
+    monkeypatch.setattr(dry_run, "target_device", lambda _: device.replace("full", "cpu"))
+    monkeypatch.setattr(dry_run, "memory_left", lambda _: 0 if device == "full" else 2**40)
     monkeypatch.setattr(train, "answered", answered := Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(UserError if refused else KeyboardInterrupt):
         run(job(tmp_path / "run", drafter="eagle3", **keys))
