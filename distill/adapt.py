@@ -278,8 +278,8 @@ def refuse_gate(args: AdaptOptions, recipe: Recipe, served: Path) -> None:
         gate = evaluation.parse([*options, "--output_dir", str(args.run / HOME / "reports")])
     except SystemExit:
         raise UserError("eval.run does not take these options of --gate; see above.") from None
-    if gate.engine in evaluation.SERVED:
-        evaluation.SERVED[gate.engine].program()
+    if gate.engine in evaluation.STARTED:
+        evaluation.STARTED[gate.engine].program()
     refused = {
         "gamma": len(gate.gamma) > 1,
         "draft": len(gate.draft) > 2,

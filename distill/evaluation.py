@@ -72,7 +72,7 @@ def evaluate(
             measured = _measured_here(recipe, pair, prompts, load(), clock, made_by, journal)
             report = build_report(*measured)
             kept = folder / BASE_KEPT
-            if not kept.exists() and (reason := loss(report, curve is not None)):
+            if not kept.exists() and (reason := shown_loss(report, curve is not None)):
                 keep_base(recipe, pair, reason)
                 report = build_report(*with_base_only(*measured))
             update: dict[str, Any] = {"held_out": curve}
@@ -174,7 +174,7 @@ def _measured_here(
     )
 
 
-def loss(report: Report, followed: bool) -> str | None:
+def shown_loss(report: Report, followed: bool) -> str | None:
     """Why a base draft that was trained before is to be kept; None if the distilled draft is.
 
     The tokens a step of the two are compared, prompt by prompt, at the shorter of their draft

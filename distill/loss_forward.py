@@ -15,10 +15,10 @@ from transformers.utils import ModelOutput
 from distill.drafters.batch import TrainingBatch
 from distill.drafters.kind import DraftKind
 from distill.drafters.layers import compute_trained, plain_layers, whole
-from distill.losses import Divergence, acceptance, head_logits, head_loss, rows_at_once
+from distill.losses import LossFunction, acceptance, head_logits, head_loss, rows_at_once
 
 
-def give_loss_forward(model: PreTrainedModel, kind: DraftKind, divergence: Divergence) -> None:
+def give_loss_forward(model: PreTrainedModel, kind: DraftKind, divergence: LossFunction) -> None:
     """Make `model.forward` return the summed loss over response positions instead of logits.
 
     The loss is computed inside forward for DDP's gradient hooks, PEFT's adapters and autocast, and

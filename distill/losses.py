@@ -18,7 +18,7 @@ ROWS = 64  # the rows of a product are padded to a multiple of this number (`rou
 P_FLOOR = 1e-6  # below this, fp16 storage cannot distinguish the rest's mass from 0
 
 # A loss of p, q and log q [N, C + 1]: its values [N], and q times its derivative in q [N, C + 1].
-Divergence = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+LossFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def forward_kl(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ def lk(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 LossName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "log_alpha", "lk"]
-LOSSES: dict[str, Divergence] = {
+LOSSES: dict[str, LossFunction] = {
     loss.__name__: loss for loss in (forward_kl, reverse_kl, jsd, tv, log_alpha, lk)
 }
 
@@ -74,7 +74,7 @@ def coarse_loss(
     logits: Tensor,
     cached_ids: Tensor,
     cached_logprobs: Tensor,
-    divergence: Divergence,
+    divergence: LossFunction,
     factors: Tensor | float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """The loss of each position [N], p and q both merged into C + 1 buckets.
@@ -196,7 +196,7 @@ class _HeadLoss(torch.autograd.Function):
         cached_ids: Tensor,
         cached_logprobs: Tensor,
         factors: Tensor,
-        divergence: Divergence,
+        divergence: LossFunction,
     ) -> Tensor:
         device = hidden.device.type
         dtype = hidden.dtype
@@ -235,7 +235,7 @@ def head_loss(
     weight: Tensor,
     cached_ids: Tensor,
     cached_logprobs: Tensor,
-    divergence: Divergence = forward_kl,
+    divergence: LossFunction = forward_kl,
     factors: Tensor | float = 1.0,
 ) -> Tensor:
     """The sum of the `coarse_loss` of the logits `hidden @ weight.T`, each with its factor.

@@ -31,8 +31,9 @@ from eval.engines.local_vllm import VllmServers
 from eval.engines.served import CLIENTS
 from eval.reporting.fields import Load
 
-SERVED: dict[str, type[Servers]] = {"vllm": VllmServers, "llama.cpp": LlamaServers}
-ENGINES = ["torch", "transformers", *(client.engine for client in CLIENTS)]
+STARTED: dict[str, type[Servers]] = {"vllm": VllmServers, "llama.cpp": LlamaServers}
+IN_PROCESS = ["torch", "transformers"]
+ENGINES = [*IN_PROCESS, *(client.engine for client in CLIENTS)]
 
 
 def _numbers(kind: type[int] | type[float], example: str, text: str) -> list[Any]:
@@ -165,12 +166,12 @@ class RunOptions(Options):
         return self.gamma[0] if self.gamma else None
 
     def refusals(self) -> Iterator[str]:
-        engine, serves = self.engine, self.served or self.engine in SERVED
+        engine, serves = self.engine, self.served or self.engine in STARTED
         measured = "a running server" if self.served else f"engine {engine}"
         if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
             yield f"one process measures, not {processes} at once; start it with python -m eval.run"
-        if engine == "sglang" and not self.served:
-            yield "engine sglang is not started here; give --base_url and --baseline_url"
+        if not self.served and engine not in (*IN_PROCESS, *STARTED):
+            yield f"engine {engine} is not started here; give --base_url and --baseline_url"
         measures, started = not self.forecast, serves and not self.served
         applies = {
             "concurrency": serves,
@@ -209,7 +210,7 @@ class RunOptions(Options):
         if self.served:
             if not (self.base_url and self.baseline_url and self.prompts):
                 yield "running servers need --base_url, --baseline_url and --prompts"
-            if engine in ("torch", "transformers"):
+            if engine in IN_PROCESS:
                 yield f"--base_url has no effect with engine {engine}; omit one of them"
             if self.instruction and not self.target:
                 yield "--instruction is for chat templates; give --target, whose tokenizer has one"

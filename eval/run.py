@@ -53,7 +53,7 @@ from eval.measuring.evaluation import Plan, context_length, evaluate
 from eval.measuring.intervals import FEWEST_CLUSTERS
 from eval.measuring.journal import JOURNAL, Journal
 from eval.near_duplicates import drop_overlap
-from eval.options import SERVED, RunOptions, defaults
+from eval.options import STARTED, RunOptions, defaults
 from eval.prompts import Prompt, PromptSet, load_prompts
 from eval.reporting.build import build_report
 from eval.reporting.fields import Load, Report
@@ -87,7 +87,7 @@ def _prompt_sets(args: RunOptions, target: Checkpoint) -> tuple[PromptSet, Promp
         return render_set(args.prompts, asked, tokenizer, room, args.max_new_tokens, *lengths, rows)
 
     loaded = load_prompts(args.prompts, args.max_prompts, args.seed)
-    if args.engine not in SERVED:
+    if args.engine not in STARTED:
         refuse_server_only(loaded)
     prompts = rendered(loaded)
     prompts = replace(prompts, overlap=_overlap(args, loaded))
@@ -207,8 +207,8 @@ def _of_engine(args: RunOptions) -> tuple[Checkpoint, Any, PromptSet]:
     """The target, its tokenizer, None where only llama.cpp reads it, and the timed prompts."""
     use_machine()
     tokenizer: Any = None
-    if args.engine in SERVED:
-        SERVED[args.engine].program()  # missing? before the target is read
+    if args.engine in STARTED:
+        STARTED[args.engine].program()  # missing? before the target is read
     target = Checkpoint.open(args.target)
     try:
         tokenizer = target.tokenizer
@@ -228,7 +228,7 @@ def _forecast(args: RunOptions) -> None:
     path = args.output_dir / "forecast.json"
     refuse_unwritable(path.parent)
     forecast = forecast_gains(
-        SERVED[args.engine],
+        STARTED[args.engine],
         target,
         _by_name(args.draft),
         args.gamma,
@@ -248,11 +248,11 @@ def _measure_in_engine(args: RunOptions, journal: Journal) -> Report:
     """The report of transformers, or of servers that are started here."""
     target, tokenizer, prompts = _of_engine(args)
     drafts, provenance = _by_name(args.draft), _made_by(args)
-    if args.engine in SERVED:
+    if args.engine in STARTED:
         seconds = args.minutes and 60 * args.minutes
         asked = prompts, decoding_of(args), provenance, args.loads, args.goodput, journal, seconds
         task = Task(*asked, args.starts or 2)
-        engine, own = SERVED[args.engine], args.server_args
+        engine, own = STARTED[args.engine], args.server_args
         given = engine, target, drafts, args.gamma, task, own, args.ngram_gamma
         return measure_started(*given)
     dtype = getattr(torch, args.dtype)

@@ -9,6 +9,7 @@ its forwards. Then both servers read the output with the draft.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import Any, Protocol
 
 from eval.engines.server import ServerError
@@ -25,12 +26,15 @@ Logprobs = dict[int, float]
 class Judge(Protocol):
     """A server without a draft that judges. Methods raise ServerError if they have no Logprobs."""
 
+    @abstractmethod
     def written(self, prompt: list[int], count: int) -> tuple[list[int], list[Logprobs]]:
         """Its greedy output of `count` tokens, one a forward, and the Logprobs at each."""
 
+    @abstractmethod
     def read_wide(self, prompt: list[int], output: list[int]) -> list[Logprobs]:
         """The Logprobs at tokens of an output, from forwards of several tokens; {}: not read."""
 
+    @abstractmethod
     def read_from(self, prompt: list[int], output: list[int], at: int) -> list[Logprobs]:
         """The Logprobs at each token of an output; tokens before `at` may have none."""
 

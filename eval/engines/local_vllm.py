@@ -29,8 +29,8 @@ from align.files import read_json
 from align.transplant import resized
 from eval.decoding.build import longest_context
 from eval.decoding.drafters import LOOKUP, mtp, uno
-from eval.decoding.drafters.eagle3 import in_own_layout
-from eval.decoding.drafters.formats import longest_draft, published_format
+from eval.decoding.drafters.eagle3 import in_eagle_layout
+from eval.decoding.drafters.formats import formats, longest_draft, published_format
 from eval.decoding.verification import SampleMethod
 from eval.engines.engine_server import Servers, option
 from eval.engines.process import served_here
@@ -128,7 +128,7 @@ def speculation(
             f"{draft} is a LoRA by which the target drafts for itself (uno), and vLLM {VLLM} does "
             "not serve it; serve it with SGLang, as its README.md says."
         )
-    if in_own_layout(about):
+    if in_eagle_layout(about):
         method = "eagle3"
     if is_dflash(about):
         method = "dflash"
@@ -143,6 +143,8 @@ def speculation(
                 "token_map ('weights were not initialized from checkpoint'); train with "
                 "draft_vocab_size: null for vLLM."
             )
+    if method == "draft_model" and any(form.head_size(about) for form in formats().values()):
+        raise ServerError(f"{draft} is no language model, and no vLLM method for it is known here.")
     if method == "draft_model" and any(word in str(draft).lower() for word in MISLEADING):
         raise ServerError(
             f"The path {draft} contains one of {', '.join(MISLEADING)}, so vLLM would not load the "

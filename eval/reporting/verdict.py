@@ -308,8 +308,8 @@ def _commands(report: Report, found: Recommendation) -> Iterator[str]:
         folder = str(report.provenance.get("output_dir", "."))
         words = ["python", "-m", "eval.drift", folder, "--draft", name]
         yield shlex.join([*words, "--metrics", "http://localhost:8000"])
-    # the traffic of llama.cpp and SGLang cannot be watched; distill.adapt removes its draft
-    elif report.engine in ("llama.cpp", "sglang") or "removed" in report.provenance:
+    # the traffic of other servers cannot be watched; distill.adapt removes its draft
+    elif report.engine not in (REFERENCE, "transformers") or "removed" in report.provenance:
         return
     else:
         words, more = ["python", "-m", "eval.run"], list[str]()

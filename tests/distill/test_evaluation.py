@@ -10,7 +10,7 @@ import pytest
 
 from align.checkpoint import weights_sha256
 from align.errors import UserError
-from distill.evaluation import loss
+from distill.evaluation import shown_loss
 from distill.train import main, run
 from eval.engines.local_vllm import VLLM_PYTHON
 from eval.measuring.journal import JOURNAL
@@ -124,10 +124,10 @@ def drafts_of(gains, length=2):
 )
 def test_a_trained_base_draft_is_kept_where_a_loss_or_no_gain_is_shown(gains, followed, unfollowed):
     report = drafts_of(gains)
-    assert bool(loss(report, followed=True)) is followed
-    assert bool(loss(report, followed=False)) is unfollowed
+    assert bool(shown_loss(report, followed=True)) is followed
+    assert bool(shown_loss(report, followed=False)) is unfollowed
     del report.drafts["untuned"]  # made from the target, so nobody has trained it
-    assert loss(report, followed=False) is None
+    assert shown_loss(report, followed=False) is None
 
 
 def test_a_draft_that_evaluation_prompts_show_to_be_worse_is_not_saved(

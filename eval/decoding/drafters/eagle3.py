@@ -72,7 +72,7 @@ ARCHITECTURES = {
 
 class Eagle3(DraftFormat):
     def head_size(self, config: Mapping[str, Any]) -> int | None:
-        if config.get("speculators_model_type") != "eagle3" and not in_own_layout(config):
+        if config.get("speculators_model_type") != "eagle3" and not in_eagle_layout(config):
             return None
         return int(config.get("draft_vocab_size") or layer_shape(config)["vocab_size"])
 
@@ -128,7 +128,7 @@ def target_layers(
     return tuple(sorted({min(2, depth - 1), depth // 2, max(depth - 3, depth // 2)}))
 
 
-def in_own_layout(config: Mapping[str, Any]) -> bool:
+def in_eagle_layout(config: Mapping[str, Any]) -> bool:
     """Whether a config.json belongs to an EAGLE-3 draft in the layout of EAGLE's code.
 
     EAGLE's authors name the architecture of a language model, as vLLM allows.
@@ -142,7 +142,7 @@ def in_own_layout(config: Mapping[str, Any]) -> bool:
 
 def family(about: Mapping[str, Any]) -> str:
     """The key of FAMILIES by a config.json, or the name of other layers."""
-    if in_own_layout(about):
+    if in_eagle_layout(about):
         name: str = about["architectures"][0]
         return ARCHITECTURES.get(name, name)
     return str(about["transformer_layer_config"].get("model_type", "llama"))
@@ -153,7 +153,7 @@ def layer_shape(about: Mapping[str, Any]) -> dict[str, Any]:
     the layout of EAGLE's code.
     """
     kind: Any = about.get("model_type")
-    if in_own_layout(about) and kind in CONFIG_MAPPING:
+    if in_eagle_layout(about) and kind in CONFIG_MAPPING:
         completed: dict[str, Any] = CONFIG_MAPPING[kind](**about).to_dict()
         return completed
     return dict(about.get("transformer_layer_config", about))
@@ -161,7 +161,7 @@ def layer_shape(about: Mapping[str, Any]) -> dict[str, Any]:
 
 def layer_config(about: Mapping[str, Any]) -> Any:
     """The config of the layers by a config.json, with the switches of EAGLE-3 as attributes."""
-    own, kind = in_own_layout(about), family(about)
+    own, kind = in_eagle_layout(about), family(about)
     shape = layer_shape(about)
     if not shape.get("layer_types"):  # configs that were copied from a target's have a window, too
         shape |= {"layer_types": None, "sliding_window": None}

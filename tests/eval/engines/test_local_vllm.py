@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaConfig
 
 from align.checkpoint import Checkpoint
+from eval.decoding.drafters.formats import DraftFormat
 from eval.engines import local_vllm, process
 from eval.engines.engine_server import option
 from eval.engines.local_vllm import (
@@ -201,6 +202,17 @@ def test_trimmed_medusa_heads_are_refused_before_a_server_starts(tmp_path):
     config = {"model_type": "medusa", "truncated_vocab_size": 8, "vocab_size": 9}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ServerError, match=r"heads of 8 of 9 tokens.*draft_vocab_size: null"):
+        speculation(tmp_path, 3)
+
+
+def test_a_head_without_a_method_of_vllm_is_refused(tmp_path, monkeypatch):
+    class Heads(DraftFormat):
+        def head_size(self, config):
+            return config.get("heads")
+
+    monkeypatch.setattr(local_vllm, "formats", lambda: {"heads": Heads()})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "heads": 9}))
+    with pytest.raises(ServerError, match="no vLLM method"):
         speculation(tmp_path, 3)
 
 
