@@ -128,7 +128,7 @@ def test_states_of_outputs_take_no_more_than_their_share(time, job, tmp_path, mo
     monkeypatch.setattr(LocalStates, "read", slow(read))
     monkeypatch.setattr(LocalTarget, "made", slow(generated))
     with state_reader(recipe, pair, target, load) as reader:
-        answers = train.answered(recipe, pair, prompts, target, reader, Clock(tmp_path, 5.0))
+        answers = train.answered(recipe, pair, prompts, target, reader, Clock(tmp_path, 5.0), True)
         assert time.now in (80, 100)
         assert len(answers) == time.now // 20
         cache_states({pair.layers: answers}, reader)
