@@ -8,6 +8,7 @@ Nothing is written to the run's folder.
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 import sys
 import tempfile
@@ -264,13 +265,17 @@ def check_disk(recipe: Recipe, pair: Pair, prompts: Prompts, target: AnsweringTa
         or not (pair.layers and pair.decoded_here)
         or with_rest(training_bytes(recipe, pair, False)) > memory_left(device)
     )
-    if stored:
-        least, most = least + least_states, most + most_states
-    else:
+    if not stored:
+        # the initialisation reads those of the first outputs, and of more layers
+        first = prompted[: math.ceil(recipe.fit_tokens / recipe.answer_max_new_tokens)]
+        _, fit = cache_bytes(recipe, pair, first, recipe.answer_max_new_tokens)
+        fit = fit * len({*pair.layers, *pair.fit_layers}) // len(pair.layers)
+        least_states, all_states, most_states = min(least_states, fit), most_states, fit
         print(
-            f"hidden states: up to {most_states / 2**30:.1f} GiB do not fit on the disk beside the "
+            f"hidden states: up to {all_states / 2**30:.1f} GiB do not fit on the disk beside the "
             "outputs, so each training step computes them again with the target"
         )
+    least, most = least + least_states, most + most_states
     draft = draft_parameters(recipe, pair)
     saved = draft * getattr(torch, recipe.dtype).itemsize * recipe.kind.language_model
     for folder, fewest, largest, remedy in (

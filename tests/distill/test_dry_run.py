@@ -142,7 +142,7 @@ def test_what_does_not_fit_on_the_disk_is_not_stored_or_refused_before_an_output
     """11 prompts with 83 tokens in all, outputs of 1 to 24 tokens of 124 bytes, and 64 bytes of a
     state at each token: 7,380 to 54,944 bytes, 1,364 to 32,736 of them without states.
     """
-    keys = PRUNED | {"minutes": minutes}
+    keys = PRUNED | {"minutes": minutes, "fit_tokens": 1}
     if cached:
         with monkeypatch.context() as patch:
             patch.setattr(train, "prepare_draft", Mock(side_effect=KeyboardInterrupt))
