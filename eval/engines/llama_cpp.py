@@ -43,7 +43,9 @@ LOST = -1  # the id of a token that the stream did not name
 # Lengths of n-gram speculation: tokens that match, and tokens drafted then. llama.cpp's own, 12 and
 # 48, seldom match and verify more than is accepted (docs/engines.md).
 NGRAM, NGRAM_DRAFT = 3, 6
-BACKEND_SAMPLING = "--no-spec-draft-backend-sampling"  # else the whole vocabulary is sorted
+# On a CPU: two pools of threads, of target and draft, that wait actively take each other's cores;
+# sampling in the backend sorts the whole vocabulary.
+NO_POLLING, BACKEND_SAMPLING = ("--poll", "0"), "--no-spec-draft-backend-sampling"
 STRIDE = 4  # tokens in a forward that reads an output again, as many as a step verifies
 # Sampling that the server would take from its own defaults.
 PLAIN = {
@@ -220,8 +222,10 @@ class LlamaServers(Servers):
         self.arguments += ["--parallel", str(self.slots), *self.given]
         found = devices(program, self.given)
         self.device = re.sub(r"\d", "", found[0][0]).lower() if found else "cpu"
-        told = self.device == "cpu" and BACKEND_SAMPLING in printed(program, "--help")
-        self.sampling = [BACKEND_SAMPLING] * told
+        self.of_models = list[str]()  # arguments of each draft that is a model
+        if self.device == "cpu":
+            known = BACKEND_SAMPLING in printed(program, "--help")
+            self.of_models += [*NO_POLLING, *[BACKEND_SAMPLING] * known]
         counts = Counter(name for _, name in found)
         gpus = [f"{count} x {name}" if count > 1 else name for name, count in counts.items()]
         self.hardware = ", ".join(gpus) or cpu_model()
@@ -250,7 +254,7 @@ class LlamaServers(Servers):
         if draft != LOOKUP:
             model = as_gguf(self.opened[draft]), self.files[draft][1]
         words = ["llama-server", "--model", str(as_gguf(self.target))]
-        return [*words, *drafting(draft, model, gamma, self.sampling), *self.given]
+        return [*words, *drafting(draft, model, gamma, self.of_models), *self.given]
 
     @contextmanager
     def serve(
@@ -258,7 +262,7 @@ class LlamaServers(Servers):
     ) -> Iterator[str]:
         program = llama_server()
         command = [str(program), "--model", str(self.model), "--alias", "target"]
-        command += drafting(draft, self.files.get(draft), gamma, self.sampling) if draft else []
+        command += drafting(draft, self.files.get(draft), gamma, self.of_models) if draft else []
         command += ["--metrics", "--offline", *self.arguments]
         with served_here("llama-server", command, environment_of(program)) as address:
             yield address
@@ -281,12 +285,12 @@ def as_gguf(model: Checkpoint) -> Path:
 
 
 def drafting(
-    draft: str, model: tuple[Path, str] | None, gamma: int, sampling: Sequence[str]
+    draft: str, model: tuple[Path, str] | None, gamma: int, of_models: Sequence[str]
 ) -> list[str]:
     """The arguments with which a llama-server drafts.
 
     draft: prompt-lookup, a spec, or lookup-first:SPEC. model: the GGUF file of the spec's model,
-    and its architecture. gamma: its draft length. sampling: its other arguments.
+    and its architecture. gamma: its draft length. of_models: its other arguments.
     """
     kinds, arguments = list[str](), list[str]()
     if draft.startswith((LOOKUP, LOOKUP_FIRST)):
@@ -297,6 +301,6 @@ def drafting(
         file, architecture = model
         kinds.append(SPECULATION.get(architecture, "draft-simple"))
         # drafts have a fixed length, as in other engines
-        arguments += ["--model-draft", str(file), *sampling]
+        arguments += ["--model-draft", str(file), *of_models]
         arguments += ["--spec-draft-n-max", str(gamma), "--spec-draft-p-min", "0"]
     return ["--spec-type", ",".join(kinds), *arguments]

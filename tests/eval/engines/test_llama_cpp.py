@@ -17,6 +17,7 @@ from eval.engines import llama_cpp
 from eval.engines.contender import Task
 from eval.engines.llama_cpp import (
     BACKEND_SAMPLING,
+    NO_POLLING,
     PROGRAM,
     LlamaServer,
     LlamaServers,
@@ -174,7 +175,7 @@ def test_the_hardware_is_the_servers(
     target, scratch = str(tmp_path / "target"), tmp_path / "scratch"
     servers = LlamaServers(Checkpoint.open(target), ["prompt-lookup"], scratch, 9, 1, given.split())
     assert (servers.device, servers.hardware) == (device, hardware)
-    assert servers.sampling == [BACKEND_SAMPLING] * (device == "cpu")
+    assert servers.of_models == [*NO_POLLING, BACKEND_SAMPLING] * (device == "cpu")
 
 
 def unknown_to_transformers(path, template=None):
