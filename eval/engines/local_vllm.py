@@ -144,7 +144,9 @@ def speculation(
                 "draft_vocab_size: null for vLLM."
             )
     if method == "draft_model" and any(form.head_size(about) for form in formats().values()):
-        raise ServerError(f"{draft} is no language model, and no vLLM method for it is known here.")
+        raise ServerError(
+            f"{draft} is not a language model, and no vLLM method for it is known here."
+        )
     if method == "draft_model" and any(word in str(draft).lower() for word in MISLEADING):
         raise ServerError(
             f"The path {draft} contains one of {', '.join(MISLEADING)}, so vLLM would not load the "
