@@ -141,11 +141,10 @@ def run_stages(
         del reader
         free_memory()
         clock.stage("Distil the draft")
-        trained = answers, held_out, prompts.held_out
-        computing = None if stored else load_target()
-        distilled = distil_draft(recipe, pair, prepared, *trained, clock, computing)
+        trained = answers, held_out, prompts.held_out, clock
+        computes_states = None if stored else load_target
+        distilled = distil_draft(recipe, pair, prepared, *trained, computes_states)
         load_target.cache_clear()
-        del computing
         free_memory()  # trainer and optimiser refer to each other
         if distilled is not None:
             clock.stage("Save the draft")

@@ -399,16 +399,17 @@ def distil_draft(
     held_out: Answers,
     prompts: PromptSet,
     clock: Clock,
-    target: Target | None = None,
+    load: Callable[[], Target] | None = None,
 ) -> PreTrainedModel | None:
     """The distilled draft in fp32, on the first process; None elsewhere. prompts: of `held_out`.
-    target: as in DraftTrainer.
+    load: returns the target that DraftTrainer needs; None if the states are stored.
 
     Writes `repeat.yaml`: the recipe without `minutes`, with the same number of outputs and steps.
     If no measurement is `HeldOut.better` than the first one, the base draft is kept.
     """
     if recipe.training.get("max_steps") == 0:
         return prepared.model.float() if PartialState().is_main_process else None
+    target = None if load is None else load()
     trainer = DraftTrainer(recipe, pair, prepared, answers, held_out, prompts, clock, target)
     distilled = distil(trainer)
     if distilled is None:
