@@ -342,8 +342,8 @@ def _refuse_unreadable(spec: str, folder: Path) -> None:
         )
     config = read_json(folder / "config.json")
     # speculators 0.9 writes auto_map beside each head, whose layers are of transformers
-    known = "speculators_model_type" in config or config.get("model_type") in CONFIG_MAPPING
-    if "auto_map" in config and not known:
+    needs_no_code = "speculators_model_type" in config or config.get("model_type") in CONFIG_MAPPING
+    if "auto_map" in config and not needs_no_code:
         raise SourceError(
             f"{spec!r} needs code that comes with the checkpoint (auto_map in config.json), "
             "and such code is never run here; use a model class of transformers itself."

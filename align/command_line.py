@@ -15,6 +15,7 @@ import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -64,6 +65,9 @@ def parser_of(command: type, program: str, about: str, as_text: bool = False) ->
 
     about: a sentence and examples. as_text: values are not read, and a switch may have one.
     """
+    if Path(sys.argv[0]).stem == "draftsmith":  # the command of all, see distill/cli.py
+        called = f"draftsmith {sys.argv[1]}"
+        program, about = called, about.replace(program, called)
     summary, examples, *_ = about.split("\n\n")
     parser = Parser(program, description=summary, epilog=examples, allow_abbrev=not as_text)
     parser.formatter_class = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)

@@ -194,10 +194,10 @@ def _restore_rope(model: PreTrainedModel, reader: GGUFReader) -> str | None:
     """
     config: Any = model.config.get_text_config()
     # a tied head may be in the file again; tied weights have one address
-    known = {"rope_freqs.weight", *["output.weight"] * config.tie_word_embeddings}
+    unread = {"rope_freqs.weight", *["output.weight"] * config.tie_word_embeddings}
     read = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
-    held = sum(int(tensor.n_elements) for tensor in reader.tensors if tensor.name not in known)
+    held = sum(int(tensor.n_elements) for tensor in reader.tensors if tensor.name not in unread)
     if (more := held - sum(read.values())) > 0:
         return f"{more:,} weights for which the model has no place"
     rope = config.rope_parameters

@@ -256,11 +256,11 @@ def _draft_tensors(
     checkpoint.refuse_quantised()
     for stored, tensor in checkpoint.tensors().items():
         name = stored.replace("midlayer.", "layers.0.")  # the name in EAGLE's own code
-        known = more.get(name) or names.get_name(f"model.{name}", (".weight",))
-        if known is None:
+        gguf_name = more.get(name) or names.get_name(f"model.{name}", (".weight",))
+        if gguf_name is None:
             unknown.add(stored)
         else:
-            tensors[known] = tensor
+            tensors[gguf_name] = tensor
     return tensors, unknown
 
 

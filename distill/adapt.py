@@ -66,7 +66,7 @@ from distill.traffic import (
     usable,
     write_rows,
 )
-from distill.training_config import continued_rate, usual_rate
+from distill.training_setup import continued_rate, usual_rate
 from eval import run as evaluation
 from eval.decoding.drafters.formats import published_format
 from eval.prompts import load_prompts
@@ -283,7 +283,7 @@ def refuse_gate(args: AdaptOptions, recipe: Recipe, served: Path) -> None:
     refused = {
         "gamma": len(gate.gamma) > 1,
         "draft": len(gate.draft) > 2,
-        "base_url": gate.served,
+        "base_url": gate.running,
         "fail_under_alpha": gate.fail_under_alpha is not None,
         "fail_under_speedup": gate.fail_under_speedup is not None,
     }
@@ -311,7 +311,7 @@ def refuse_uncomputed(recipe: Recipe, served: Path, in_engine: bool) -> None:
     The errors of a training run advise keys that `training_recipe` sets. in_engine: whether the
     drafts are compared in an engine.
     """
-    if not recipe.served:
+    if not recipe.remote_target:
         target = Checkpoint.open(recipe.target)
         target.fetch()
         if not target.quantisation and not too_large(recipe, target):
@@ -322,7 +322,7 @@ def refuse_uncomputed(recipe: Recipe, served: Path, in_engine: bool) -> None:
             f"{engine_only}, but the hidden states that a draft of kind {form.name!r} reads are "
             "not requested for logged outputs. Train another draft with distill/train.py."
         )
-    if not (recipe.served and in_engine):
+    if not (recipe.remote_target and in_engine):
         raise UserError(
             f"{engine_only}, so logged outputs and drafts cannot be checked in this process. Name "
             'the target\'s server and an engine, as --train "--answer_url http://HOST:PORT" --gate '

@@ -19,8 +19,8 @@ from align.files import atomic_file, read_json
 from align.from_gguf import value_of
 from distill.recipe import build_recipe
 from distill.recipe_files import read_yaml
-from eval.engines.local_vllm import speculation
 from eval.engines.server import ServerError
+from eval.engines.start_vllm import speculation
 from eval.reporting.fields import REFERENCE, Report, name_and_length
 from eval.reporting.recommendation import Schedule, recommended, scheduled
 from eval.reporting.tables import Table, load_table, result_table
@@ -67,10 +67,10 @@ def write_card(
     target = f"{name}-target" if in_one_file(spec) else public_name(spec)
     short = short_name(spec if abridged(spec) == spec else hub_id or spec)
     base_model = recipe.draft or hub_id or spec
-    gamma, schedule = served_gamma(reports, weights)
+    draft_length, schedule = served_draft_length(reports, weights)
     try:
         method = recipe.draft_sample_method
-        drafting = speculation(publication.name, gamma, run / "draft", False, method)
+        drafting = speculation(publication.name, draft_length, run / "draft", False, method)
         serve = shlex.join(scheduled(["vllm", "serve", target, *drafting], schedule))
         config = json.loads(drafting[1])
         context = read_json(run / "draft" / "config.json").get("max_position_embeddings")
@@ -83,7 +83,7 @@ def write_card(
     if recipe.kind.adapter:
         fixed = "python -m sglang.launch_server --attention-backend fa3 --speculative-algorithm UNO"
         sglang = [*fixed.split(), "--model-path", target, "--uno-lora-path", publication.name]
-        sglang += ["--speculative-num-draft-tokens", str(gamma)]
+        sglang += ["--speculative-num-draft-tokens", str(draft_length)]
         serve = f"# SGLang from 0.5.23 on, on one GPU with FlashAttention 3\n{shlex.join(sglang)}"
     card = ModelCard.from_template(
         ModelCardData(
@@ -110,7 +110,7 @@ def write_card(
         eval_prompts=abridged(public_name(reports[0].prompts.source)).partition("#")[0],
         asked=reports[0].prompts,
         serve=serve,
-        gamma=gamma,
+        draft_length=draft_length,
         temperature=reports[0].decoding.temperature,
         results=[_results(report) for report in engines or reports],
         acceptance=[
@@ -126,7 +126,7 @@ def write_card(
         file.write(f"{card}\n")
 
 
-def served_gamma(reports: Sequence[Report], weights: set[str]) -> tuple[int, Schedule]:
+def served_draft_length(reports: Sequence[Report], weights: set[str]) -> tuple[int, Schedule]:
     """The draft length to serve with, and vLLM's schedule: as the first report recommends for all
     loads; if it recommends another draft, the length that was the fastest one in any report.
     """
@@ -144,7 +144,7 @@ def served_gamma(reports: Sequence[Report], weights: set[str]) -> tuple[int, Sch
         choice = recommended(report, measured)
         if report.engine == "vllm" and choice:
             return max(
-                measured[name].gamma or 0 for name in choice.served.values()
+                measured[name].gamma or 0 for name in choice.fastest.values()
             ), choice.schedule
         lengths += [
             (report.stated_speedup(draft).mean, draft.gamma or 0) for draft in measured.values()

@@ -139,27 +139,27 @@ def answers_in_time(
     longer than the time for all outputs.
     """
     first, starting = max(1, batch // 8), clock.seconds()
-    made, new = 0, min(first, len(lacking))
+    completed, new = 0, min(first, len(lacking))
     if new and from_first(clock.left(clock.shares.answered) <= 0 and lacking[0] >= batch):
         new = 0  # a resumed run has enough outputs
     if new:
         start()  # here, because its time says nothing of a round's speed
     another = again * (clock.seconds() - starting)
     while True:
-        made += new
+        completed += new
         began = clock.seconds()
-        answers = answer(lacking[made] if made < len(lacking) else total)
-        if new == 0 or made == len(lacking):
+        answers = answer(lacking[completed] if completed < len(lacking) else total)
+        if new == 0 or completed == len(lacking):
             return answers
         left, took = from_first(
             (clock.left(clock.shares.answered) - another, clock.seconds() - began)
         )
         more = int(SAFETY * left * new / took)
         if more < max(1, first // 2):
-            if made == first and PartialState().is_main_process:
+            if completed == first and PartialState().is_main_process:
                 print(
-                    f"Warning: the first {made} outputs took {took:.0f} seconds, and their "
+                    f"Warning: the first {completed} outputs took {took:.0f} seconds, and their "
                     "share of the minutes is too short for more; raise minutes."
                 )
             return answers
-        new = min(more, len(lacking) - made)
+        new = min(more, len(lacking) - completed)

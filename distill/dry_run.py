@@ -25,19 +25,19 @@ from align.errors import UserError
 from align.files import nearest_existing
 from align.machine import free_memory, machine_lines, memory_left
 from distill.drafters.pruned import pruned_config
-from distill.evaluation import in_engine
 from distill.models import Pair, check_models, parameters, target_device, target_loader
 from distill.prepare import untrained_drafter, write_untrained
 from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe
+from distill.run_report import in_engine
 from distill.teacher.answers import AnsweringTarget, to_answer
-from distill.teacher.started_vllm import answering_target
 from distill.teacher.store import Answers, bytes_per_token
+from distill.teacher.vllm_target import answering_target
 from eval.decoding.forward import PIECE
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
 from eval.engines.forecast import forecast_gains, print_gains
-from eval.engines.local_vllm import VllmServers
+from eval.engines.start_vllm import VllmServers
 from eval.measuring import metrics
 from eval.measuring.cost import break_even_acceptance_rate, ceiling_speedup
 from eval.measuring.timing import step_costs
@@ -71,7 +71,7 @@ def dry_run(recipe: Recipe, target: Checkpoint, draft: Checkpoint | None) -> int
     stored = check_disk(recipe, pair, prompts, answering)
     print_memory(recipe, pair, longest, answering.by == "local", stored)
     answering.check()
-    if recipe.served:
+    if recipe.remote_target:
         print(f"server: {recipe.answer_url} serves the target of this recipe")
         return 0
     if not pair.decoded_here:

@@ -112,12 +112,12 @@ def check_models(recipe: Recipe, target: Checkpoint, draft: Checkpoint | None) -
             "the whole target on the same GPUs; start one (accelerate launch --num_processes 1), "
             "or use a server (answers: server)."
         )
-    served, started = recipe.served, recipe.answers == "vllm"
-    for model in (None if served else target, draft):
+    remote, started = recipe.remote_target, recipe.answers == "vllm"
+    for model in (None if remote else target, draft):
         if model is not None and not recipe.dry_run:
             model.fetch()
     sibling, published = (draft, None) if recipe.sibling is not None else (None, draft)
-    decoded_here = not (served or (started and (target.quantisation or too_large(recipe, target))))
+    decoded_here = not (remote or (started and (target.quantisation or too_large(recipe, target))))
     if decoded_here:
         for model in filter(None, (target, sibling)):
             refuse_undecodable(model.config)
@@ -135,7 +135,7 @@ def check_models(recipe: Recipe, target: Checkpoint, draft: Checkpoint | None) -
             "target's vocabulary; lower it."
         )
     if recipe.sibling is None:
-        if not (decoded_here or recipe.kind.served_states):
+        if not (decoded_here or recipe.kind.states_from_vllm):
             raise UserError(
                 f"{recipe.target!r} is quantised or too large to be decoded here, but drafter "
                 f"{recipe.kind_name!r} is made from its layers; use eagle3, medusa or dflash, or "
@@ -144,7 +144,7 @@ def check_models(recipe: Recipe, target: Checkpoint, draft: Checkpoint | None) -
         keeps_layers = recipe.kind.language_model
         num_layers = recipe.num_draft_layers if keeps_layers else 0
         check_prunable(words.config, num_layers, recipe.kind.targets)
-        if started and recipe.kind.served_states:  # `target_ends` reads no model within another
+        if started and recipe.kind.states_from_vllm:  # `target_ends` reads no model within another
             check_prunable(target.config.to_dict(), 0, recipe.kind.targets)
         # a published draft has chosen its entries
         if recipe.draft_vocab_size is not None and recipe.draft is None:
@@ -260,7 +260,7 @@ def target_loader(
     ids = prompts.evaluation.ids + prompts.training.ids + prompts.tuning.ids
     new = max(recipe.max_new_tokens, recipe.answer_max_new_tokens)
     needed = context_length(ids, new, recipe.max_gamma)
-    if recipe.draft is not None and not recipe.served:
+    if recipe.draft is not None and not recipe.remote_target:
         draft = pair.published or pair.draft
         if form := published_format(draft.folder):
             reads = form.positions(draft.config_json)
@@ -273,7 +273,8 @@ def target_loader(
                 "max_new_tokens or answer_max_new_tokens, or name another draft. A published draft "
                 "learns longer texts if its config.json has a larger max_position_embeddings."
             )
-    if not recipe.served and recipe.answers != "vllm" and (sizes := too_large(recipe, pair.target)):
+    here = not recipe.remote_target and recipe.answers != "vllm"
+    if here and (sizes := too_large(recipe, pair.target)):
         raise UserError(
             f"{recipe.target!r} {sizes}. Spread it over several (accelerate launch --num_processes "
             "1 … --device_map auto), or let an engine compute it (answers: vllm, or server)."

@@ -47,11 +47,11 @@ class Prefetcher(Iterator[tuple[Part, TrainingBatch]]):
     def __next__(self) -> tuple[Part, TrainingBatch]:
         self.free.put(self.used)
         began = time.perf_counter()
-        made = self.ready.get()
+        ready = self.ready.get()
         self.waited += time.perf_counter() - began
-        if isinstance(made, Exception):
-            raise made
-        part, batch, self.used = made
+        if isinstance(ready, Exception):
+            raise ready
+        part, batch, self.used = ready
         if self.stream is not None:  # the memory is not used again before this stream's work
             recursively_apply(Tensor.record_stream, batch, torch.cuda.current_stream())
         return part, batch

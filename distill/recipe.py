@@ -157,7 +157,7 @@ class Recipe:
         return self.draft is not None or self.kind.trained
 
     @property
-    def served(self) -> bool:
+    def remote_target(self) -> bool:
         """Whether the target is behind a server, so that its weights are not loaded here."""
         return self.answer_url is not None
 
@@ -246,12 +246,12 @@ def _arguments(argv: list[str]) -> dict[str, str]:
         parser.add_argument(f"--{key}", help=argparse.SUPPRESS, **more)
     fields = ", ".join(TRAINING)
     parser.epilog = f"{parser.epilog}\n\nFields of transformers.TrainingArguments: {fields}"
-    given, unknown = parser.parse_known_args(argv)
+    options, unknown = parser.parse_known_args(argv)
     for word in unknown:
         _type_of(word.removeprefix("--").partition("=")[0])
     if unknown:
         parser.error(f"{unknown[0]!r} is not a key; write --key value")
-    return vars(given)
+    return vars(options)
 
 
 def build_recipe(values: dict[str, Any]) -> Recipe:
@@ -351,7 +351,7 @@ def _check_together(recipe: Recipe) -> None:
         named = ", ".join(f"{key} is {yaml_text(values.get(key))}" for key in keys.split())
         raise RecipeError(f"{named}: {reason}.")
 
-    kind, served, logged = recipe.kind, recipe.served, recipe.answers == "logged"
+    kind, remote, logged = recipe.kind, recipe.remote_target, recipe.answers == "logged"
     if recipe.answers_per_prompt > 1 and recipe.answer_temperature == 0:
         refuse(
             "answers_per_prompt answer_temperature",
@@ -394,14 +394,14 @@ def _check_together(recipe: Recipe) -> None:
             "a logged output is read once, with several likely tokens; set answers_per_prompt to 1 "
             "and cache_top_k to 15",
         )
-    needless = not logged and (served or recipe.answer_model is not None)
-    if not served if recipe.answers == "server" else needless:
+    needless = not logged and (remote or recipe.answer_model is not None)
+    if not remote if recipe.answers == "server" else needless:
         refuse(
             "answers answer_url answer_model",
             "answers: server needs answer_url (http://HOST:PORT), answers: logged may have it, and "
             "other values of answers use no server; set both, or remove these keys",
         )
-    if served and recipe.sibling is None:
+    if remote and recipe.sibling is None:
         refuse(
             "answer_url drafter draft",
             "this drafter reads the target's weights or hidden states, and a server sends neither; "

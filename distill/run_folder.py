@@ -90,7 +90,7 @@ def claim_folder(
     }
     if target is not None:
         models["target weights"] = target.store.key["target weights"]
-    elif not recipe.served:
+    elif not recipe.remote_target:
         models["target weights"] = str(pair.target.sha256)
     if recipe.draft is not None:
         models["draft weights"] = str(draft.sha256)

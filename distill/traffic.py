@@ -166,15 +166,15 @@ def split(
     newest = kept[0]["time"] if kept else since
     fresh = [row for row in kept if row["time"] > since]
     test = fresh[: max(sum(row["time"] > newest - DAY for row in fresh), FEWEST_CLUSTERS)]
-    earlier, known = {digest(row): row for row in kept[len(test) :]}, {*trained}
-    new = [row for name, row in earlier.items() if name not in known]
+    earlier, trained_on = {digest(row): row for row in kept[len(test) :]}, {*trained}
+    new = [row for name, row in earlier.items() if name not in trained_on]
     if min(len(test), len(new)) < FEWEST_CLUSTERS:
         lacking = (
             f"{len(test)} new rows of the newest day to test on and {len(new)} before it to train "
             f"on; {FEWEST_CLUSTERS} of each are needed."
         )
         return Split([], [], newest, [], lacking)
-    old = [row for name, row in earlier.items() if name in known] + [*run_rows]
+    old = [row for name, row in earlier.items() if name in trained_on] + [*run_rows]
     count = min(len(old), round(len(new) * old_share / (1 - old_share)))
     train = new + random.Random(0).sample(old, count)
     print(f"traffic: {len(new)} new rows and {count} old ones to train on, {len(test)} to test on")

@@ -29,7 +29,6 @@ from align.files import read_json, refuse_unwritable
 from align.machine import free_memory, from_first, join_processes, use_machine, wait_on_host
 from distill.clock import HERE, IN_ENGINE, Clock, answers_in_time
 from distill.dry_run import check_disk, dry_run
-from distill.evaluation import evaluate, evaluate_in_engine, in_engine
 from distill.export import export_draft
 from distill.models import Pair, check_models, open_models, target_loader, with_published_kind
 from distill.prepare import fitted, prepare_draft, print_coverage
@@ -41,14 +40,15 @@ from distill.run_folder import (
     only_start,
     refuse_another_run,
 )
+from distill.run_report import evaluate, evaluate_in_engine, in_engine
 from distill.teacher.answers import USED, AnsweringTarget, note_used, to_answer
 from distill.teacher.logged import REMEDY
-from distill.teacher.served_states import state_reader
-from distill.teacher.started_vllm import answering_target
 from distill.teacher.states import StateReader, cache_states
 from distill.teacher.store import Answers
+from distill.teacher.vllm_states import state_reader
+from distill.teacher.vllm_target import answering_target
 from distill.trainer import distil_draft
-from distill.training_config import WAIT, training_config
+from distill.training_setup import WAIT, training_config
 from eval.reporting.text import print_summary
 
 COVERED = 256  # number of outputs from which `coverage_curve` is computed
@@ -156,22 +156,22 @@ def run_stages(
     clock.stage("Measure the drafts")
     report = evaluate(recipe, pair, prompts, load_target if measured else None, clock)
     delete_training_state(recipe.folder)
-    served, in_vllm = None, recipe.folder.with_name(f"{recipe.folder.name}-vllm")
+    engine_report, vllm_folder = None, recipe.folder.with_name(f"{recipe.folder.name}-vllm")
     if report is not None and in_engine(recipe):
         load_target.cache_clear()  # its memory is the servers'
         free_memory()
         clock.stage("Measure in vLLM")
-        served = evaluate_in_engine(recipe, report, clock, in_vllm)
+        engine_report = evaluate_in_engine(recipe, report, clock, vllm_folder)
     clock.stage("Done")
     if not summary:
         return 0
     if report is not None:
-        print_summary(served or report)
+        print_summary(engine_report or report)
     print(f"\nDraft: {recipe.folder / 'draft'}")
     if report is not None:
         print(f"Report: {recipe.folder / 'report' / 'report.html'}")
-    if served is not None:
-        print(f"Report in vLLM: {in_vllm / 'report' / 'report.html'}")
+    if engine_report is not None:
+        print(f"Report in vLLM: {vllm_folder / 'report' / 'report.html'}")
     if report is not None and pair.decoded_here:  # the demo decodes with the target itself
         print(f"Demo: {shlex.join(['python', '-m', 'eval.demo', str(recipe.folder)])}")
     return 0

@@ -41,14 +41,14 @@ from distill.recipe import Recipe, chosen_loss, dump
 from distill.recipe_files import RecipeError
 from distill.teacher.states import computed_states
 from distill.teacher.store import Answers, name_of
-from distill.training_config import (
+from distill.training_set import SEEDS_A_STEP, Part, TrainingSet
+from distill.training_setup import (
     accelerator_of,
     optimizer_of,
     resumed,
     trainable_model,
     training_config,
 )
-from distill.training_set import SEEDS_A_STEP, Part, TrainingSet
 from eval.decoding.target import Target
 from eval.prompts import PromptSet
 

@@ -46,7 +46,7 @@ from eval.decoding.loop import Decoding, decode
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
-from eval.engines.served import client_of
+from eval.engines.measure import client_of
 from eval.engines.server import ServerError
 from eval.measuring.repairs import repairs, rotary_base
 from eval.measuring.runs import Speculation
@@ -218,20 +218,20 @@ def notes(target: Target, folder: Path) -> Iterator[str]:
 def reported(run: Path, outputs: Outputs) -> float:
     """The acceptance rate by a run's report on the same prompts. Raises UserError without one."""
     rows = {row.id: row for row in read_report(run).tuned[1].per_prompt if row.positions}
-    known = [rows[run.prompt_id] for run in outputs.runs if run.prompt_id in rows]
-    if not known:
+    rated = [rows[run.prompt_id] for run in outputs.runs if run.prompt_id in rows]
+    if not rated:
         raise UserError(f"The report of {run} has no acceptance rate on these prompts; omit --run.")
-    return sum(row.alpha_sum or 0 for row in known) / sum(row.positions or 0 for row in known)
+    return sum(row.alpha_sum or 0 for row in rated) / sum(row.positions or 0 for row in rated)
 
 
-def served(url: str, prompts: Sequence[Prompt], decoding: Decoding) -> Speculation:
+def server_counts(url: str, prompts: Sequence[Prompt], decoding: Decoding) -> Speculation:
     """The server's counts of speculation for the prompts. Raises ServerError without any."""
     server = client_of(url, None)(url)
     counts = [server.decode(prompt, decoding).counters for prompt in prompts]
-    known = [count for count in counts if count and count.drafts and count.accepted_at]
-    if not known:
+    drafting = [count for count in counts if count and count.drafts and count.accepted_at]
+    if not drafting:
         raise ServerError(f"{url} counts no drafts; start it with the draft, and with counters.")
-    return Speculation.sum(known)
+    return Speculation.sum(drafting)
 
 
 def check(args: AliveOptions) -> dict[str, Any]:
@@ -270,7 +270,7 @@ def check(args: AliveOptions) -> dict[str, Any]:
         if fewer(float(accepted.sum()), len(accepted), stated):
             faults.append("it accepts less than its report says: another target, or other weights")
     if args.base_url:
-        counts = served(args.base_url, prompts.prompts, decoding)
+        counts = server_counts(args.base_url, prompts.prompts, decoding)
         result["served"] = [count / counts.drafts for count in counts.accepted_at]
         if fewer(counts.accepted_at[0], counts.drafts, by_position[0]):
             faults.append("the server accepts less: its target, dtype or draft is another")

@@ -53,25 +53,25 @@ class DemoOptions(Options):
 
 
 def main(argv: list[str]) -> int:
-    own = command_line.parse(DemoOptions, "python -m eval.demo", __doc__, argv)
-    return command_line.exit_status(lambda: _demonstrate(own))
+    demo = command_line.parse(DemoOptions, "python -m eval.demo", __doc__, argv)
+    return command_line.exit_status(lambda: _demonstrate(demo))
 
 
-def _demonstrate(own: DemoOptions) -> None:
-    report = read_report(own.run)
+def _demonstrate(demo: DemoOptions) -> None:
+    report = read_report(demo.run)
     draft = report.tuned[1]
     gamma, speedup = draft.gamma or 3, report.stated_speedup(draft)
-    options = ["--run", str(own.run), "--gamma", str(gamma), "--temperature", "0"]
-    options += ["--max_prompts", "1", "--seed", str(own.seed)]
+    options = ["--run", str(demo.run), "--gamma", str(gamma), "--temperature", "0"]
+    options += ["--max_prompts", "1", "--seed", str(demo.seed)]
     with TemporaryDirectory() as folder:
-        prompts = own.prompts
-        if own.prompt is not None:
+        prompts = demo.prompts
+        if demo.prompt is not None:
             prompts = f"{folder}/prompt.jsonl"
-            write_prompts(prompts, [Prompt("yours", own.prompt)])
+            write_prompts(prompts, [Prompt("yours", demo.prompt)])
             options += ["--instruction", PLACE]
         if prompts is not None:
             options += ["--prompts", prompts]
-        show(parse(options), own.run / "draft")
+        show(parse(options), demo.run / "draft")
     mean = f"{times(speedup)} over {speedup.n} prompts, {basis_of(report)}"
     print(f"One prompt is an example; the report has {mean}.")
 

@@ -27,8 +27,8 @@ from eval.decoding.verification import SampleMethod
 from eval.engines.engine_server import Servers
 from eval.engines.llama_cpp import LlamaServers
 from eval.engines.load import GOODPUT, PASSES
-from eval.engines.local_vllm import VllmServers
-from eval.engines.served import CLIENTS
+from eval.engines.measure import CLIENTS
+from eval.engines.start_vllm import VllmServers
 from eval.reporting.fields import Load
 
 STARTED: dict[str, type[Servers]] = {"vllm": VllmServers, "llama.cpp": LlamaServers}
@@ -152,7 +152,7 @@ class RunOptions(Options):
     overlap: int | None = None
 
     @property
-    def served(self) -> bool:
+    def running(self) -> bool:
         """Whether running servers are measured."""
         return bool(self.base_url or self.baseline_url)
 
@@ -166,13 +166,13 @@ class RunOptions(Options):
         return self.gamma[0] if self.gamma else None
 
     def refusals(self) -> Iterator[str]:
-        engine, serves = self.engine, self.served or self.engine in STARTED
-        measured = "a running server" if self.served else f"engine {engine}"
+        engine, serves = self.engine, self.running or self.engine in STARTED
+        measured = "a running server" if self.running else f"engine {engine}"
         if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
             yield f"one process measures, not {processes} at once; start it with python -m eval.run"
-        if not self.served and engine not in (*IN_PROCESS, *STARTED):
+        if not self.running and engine not in (*IN_PROCESS, *STARTED):
             yield f"engine {engine} is not started here; give --base_url and --baseline_url"
-        measures, started = not self.forecast, serves and not self.served
+        measures, started = not self.forecast, serves and not self.running
         applies = {
             "concurrency": serves,
             "request_rate": serves and measures,
@@ -184,9 +184,9 @@ class RunOptions(Options):
             "forecast": started,
             "fail_under_alpha": measures,
             "fail_under_speedup": measures,
-            "draft_sample_method": self.served or engine in ("torch", "vllm"),
+            "draft_sample_method": self.running or engine in ("torch", "vllm"),
             "strategy": engine == "torch" or self.run is not None,
-            "max_prompt_length": not self.served or self.run is not None,
+            "max_prompt_length": not self.running or self.run is not None,
         }
         for name, applied in applies.items():
             if not applied and getattr(self, name) != getattr(RunOptions, name):
@@ -207,7 +207,7 @@ class RunOptions(Options):
         others = engine != "torch" and in_run and report.exists()
         if others and read_json(report).get("engine") == "torch":
             yield f"{measured} needs another --output_dir: the run has its decoder's report there"
-        if self.served:
+        if self.running:
             if not (self.base_url and self.baseline_url and self.prompts):
                 yield "running servers need --base_url, --baseline_url and --prompts"
             if engine in IN_PROCESS:

@@ -46,7 +46,7 @@ from eval.engines.contender import Task
 from eval.engines.conversation import refuse_server_only
 from eval.engines.engine_server import EngineServer
 from eval.engines.forecast import forecast_gains, print_gains
-from eval.engines.served import client_of, measure_servers, measure_started
+from eval.engines.measure import client_of, measure_servers, measure_started
 from eval.engines.transformers_assisted import load_drafts, measure_assisted
 from eval.measuring.environment import made_by
 from eval.measuring.evaluation import Plan, context_length, evaluate
@@ -75,7 +75,7 @@ def _overlap(args: RunOptions, prompts: list[Prompt]) -> int | None:
 
 
 def _prompt_sets(args: RunOptions, target: Checkpoint) -> tuple[PromptSet, PromptSet]:
-    """Prompts to evaluate, and other prompts to choose gamma on."""
+    """Prompts to evaluate, and other prompts to choose the draft length on."""
     lengths = args.max_prompt_length, args.long_prompts
     text, tokenizer = target.text_config, target.tokenizer
     room, rows = longest_context(text) - args.max_gamma - 1, text.vocab_size
@@ -104,7 +104,7 @@ def _prompt_sets(args: RunOptions, target: Checkpoint) -> tuple[PromptSet, Promp
     aside = min(args.tuning_prompts, len(drawn.prompts) - max(map(len, groups.values())))
     if aside < 1:
         raise UserError(
-            "One prompt or group cannot both choose gamma and be evaluated; give --gamma."
+            "One prompt or group cannot both choose the draft length and be measured; give --gamma."
         )
     tuning: set[str] = set()
     for ids in groups.values():
@@ -166,13 +166,13 @@ def decoding_of(args: RunOptions, stops: frozenset[int] = frozenset()) -> Decodi
     """How the options ask for text to be decoded."""
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     method: SampleMethod | None = args.draft_sample_method
-    if method is None and not args.served and args.engine != "llama.cpp":
+    if method is None and not args.running and args.engine != "llama.cpp":
         method = "probabilistic"
     return Decoding(sampling, stops, args.max_new_tokens, args.seed, args.verification, method)
 
 
 def load(args: RunOptions) -> tuple[Target, PromptSet, PromptSet]:
-    """The target, prompts to evaluate, and other prompts to choose gamma on.
+    """The target, prompts to evaluate, and other prompts to choose the draft length on.
 
     The target's context has room for each prompt, its output and a draft.
     """
@@ -252,9 +252,9 @@ def _measure_in_engine(args: RunOptions, journal: Journal) -> Report:
         seconds = args.minutes and 60 * args.minutes
         asked = prompts, decoding_of(args), provenance, args.loads, args.goodput, journal, seconds
         task = Task(*asked, args.starts or 2)
-        engine, own = STARTED[args.engine], args.server_args
-        given = engine, target, drafts, args.gamma, task, own, args.ngram_gamma
-        return measure_started(*given)
+        engine, server_args = STARTED[args.engine], args.server_args
+        arguments = engine, target, drafts, args.gamma, task, server_args, args.ngram_gamma
+        return measure_started(*arguments)
     dtype = getattr(torch, args.dtype)
     model = target.load(dtype, args.device)
     decoding = decoding_of(args, target.stops)
@@ -309,7 +309,7 @@ def _run(args: RunOptions, summary: bool) -> int:
     folder = args.output_dir / "report"
     refuse_unwritable(folder)
     with Journal(folder / JOURNAL) as journal:
-        if args.served:
+        if args.running:
             report = _measure_servers(args, journal)
         elif args.engine == "torch":
             report = _measure(args, journal)

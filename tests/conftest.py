@@ -14,7 +14,7 @@ from align.cache import cache_folder
 from align.fetch import from_hub
 from align.machine import use_machine
 from eval.decoding.prompt_run import PromptRun
-from eval.engines.local_vllm import EngineMissing, vllm_python
+from eval.engines.start_vllm import EngineMissing, vllm_python
 from eval.measuring.cost import StepCosts
 from eval.measuring.runs import Agreement, DraftLog, RunLog, TargetOutput
 from eval.reporting import page

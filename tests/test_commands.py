@@ -85,6 +85,12 @@ def test_one_command_calls_the_others(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["draftsmith", "demo", str(tmp_path)])
     assert cli.main() == 2
     assert "no report" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["draftsmith", "demo", "--help"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    helped = capsys.readouterr().out
+    assert "draftsmith demo" in helped
+    assert "eval.demo" not in helped
     started = []
     monkeypatch.setattr("os.execv", lambda path, words: sys.exit(started.extend(words)))
     monkeypatch.setattr(sys, "argv", ["draftsmith", "train", "--recipe", "code"])

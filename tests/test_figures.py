@@ -11,7 +11,7 @@ import re
 import pytest
 from ruamel.yaml import YAML
 
-from eval.engines.local_vllm import ON_CPU, VLLM
+from eval.engines.start_vllm import ON_CPU, VLLM
 from eval.reporting.fields import Load, read_report
 from eval.reporting.page import render_page
 from eval.reporting.text import print_summary

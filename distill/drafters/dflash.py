@@ -61,7 +61,7 @@ ANCHORS = 0.25  # share of the response positions that are anchors in a training
 class DFlash(DraftKind):
     rate, least_rate = 1e-3, 6e-4  # the latter is that of SpecForge's files, for targets up to 8B
     has_mask = True
-    served_states = True
+    states_from_vllm = True
 
     def target_layers(self, target: Config, published: Config | None = None) -> tuple[int, ...]:
         return dflash.target_layers(target, published)

@@ -70,7 +70,7 @@ class Eagle3(DraftKind):
         "model.layers.0.self_attn.o_proj",
         "model.layers.0.mlp.down_proj",
     )
-    served_states = True
+    states_from_vllm = True
 
     def target_layers(
         self, target: Mapping[str, Any], published: Mapping[str, Any] | None = None

@@ -102,8 +102,8 @@ class DraftKind:
     draft reads a token that occurs in no text (`Origin.mask`). added_modules: names of the modules
     that are added to a language model and are trained in full with LoRA, too. targets: types of the
     targets that a draft is made from. trained: whether the target's checkpoint has a trained base
-    draft. unused: keys of a recipe that must have no value. served_states: whether the target's
-    states may come from a vLLM (served_states.py), which computes quantised and large targets.
+    draft. unused: keys of a recipe that must have no value. states_from_vllm: whether the target's
+    states may come from a vLLM (vllm_states.py), which computes quantised and large targets.
     adapter: whether the draft is a LoRA on the whole target, which SGLang alone serves.
     """
 
@@ -117,7 +117,7 @@ class DraftKind:
     targets: tuple[str, ...] = ("llama", "qwen2", "qwen3", "mistral")
     trained = False
     unused: tuple[str, ...] = ()
-    served_states = False
+    states_from_vllm = False
     adapter = False
 
     @property

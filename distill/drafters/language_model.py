@@ -57,8 +57,8 @@ class LanguageModel(DraftKind):
         if batch.packed:
             marks = Marks.of_texts(batch.texts, batch.position_ids)
             embedded: Tensor = model.get_input_embeddings()(batch.input_ids)
-            seen = batch.position_ids, Attention(marks, marks), batch.positions
-            states = states_seen(model, batch, embedded, *seen)
+            where = batch.position_ids, Attention(marks, marks), batch.positions
+            states = states_seen(model, batch, embedded, *where)
         else:  # attention is causal, and padding follows the text
             read = model.base_model(input_ids=batch.input_ids, use_cache=False)
             states = read.last_hidden_state.flatten(0, 1)[batch.positions]

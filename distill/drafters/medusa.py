@@ -43,7 +43,7 @@ DEEPER = 0.5  # probability that a position which trains head d trains head d + 
 class Medusa(DraftKind):
     rate = 1e-3  # all weights are fitted
     unused = ("activation_checkpointing",)
-    served_states = True
+    states_from_vllm = True
 
     def target_layers(self, target: Config, published: Config | None = None) -> tuple[int, ...]:
         return (target["num_hidden_layers"],)

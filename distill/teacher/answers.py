@@ -33,7 +33,7 @@ from distill.teacher.store import (
 from eval.decoding.generation import Kept, generate_batched, prefill_groups, tokens_bar
 from eval.decoding.loop import seed_of
 from eval.decoding.target import Target
-from eval.engines.local_vllm import EngineMissing, vllm_python
+from eval.engines.start_vllm import EngineMissing, vllm_python
 
 FIT_MARGIN = 1.5  # the first outputs may be shorter than the mean
 USED = "answers.json"  # in a run's folder: the store and the outputs that it is trained on

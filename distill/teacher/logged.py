@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from align.vocabulary import Vocabulary
 from distill.teacher.answers import AnsweringTarget, Made, top_logprobs, with_own
-from distill.teacher.served import Request, ServedTarget
+from distill.teacher.server_target import Request, ServerTarget
 from distill.teacher.store import Answers, CachedAnswer, name_of
 from eval.decoding.forward import Decoder, in_pieces
 from eval.decoding.target import Target
@@ -243,7 +243,7 @@ def read_outputs(
 
 
 @dataclass
-class ServerReader(_Reader, ServedTarget):
+class ServerReader(_Reader, ServerTarget):
     """A target behind a server, which reads the outputs of a log."""
 
     def output(self, name: str, prompt: list[int], request: Request) -> CachedAnswer:

@@ -79,8 +79,8 @@ def stores_of(run: Path) -> Path:
 
     It is in the run's folder if the processes do not share a cache.
     """
-    cache, own = cache_folder() / TEACHER, run / TEACHER
-    return cache if shared_by_all(cache) and not from_first(own.is_dir()) else own
+    cache, private = cache_folder() / TEACHER, run / TEACHER
+    return cache if shared_by_all(cache) and not from_first(private.is_dir()) else private
 
 
 def bytes_per_token(top_k: int, vocab_size: int) -> int:
@@ -388,9 +388,11 @@ class Answers(Sequence[CachedAnswer]):
     @property
     def text_names(self) -> list[str]:
         """The names of the texts, under which other stores have their hidden states."""
-        known = self.store.text_names
-        known |= {n: name_of(self.text(i)) for i, n in enumerate(self.names) if n not in known}
-        return [known[name] for name in self.names]
+        by_output = self.store.text_names
+        by_output |= {
+            n: name_of(self.text(i)) for i, n in enumerate(self.names) if n not in by_output
+        }
+        return [by_output[name] for name in self.names]
 
     def until(self, tokens: int) -> Answers:
         """The first outputs, until they have this number of response tokens in total."""

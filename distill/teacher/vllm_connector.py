@@ -1,4 +1,4 @@
-"""The part of `VllmStates` (served_states.py) that runs in vLLM: it writes states to files.
+"""The part of `VllmStates` (vllm_states.py) that runs in vLLM: it writes states to files.
 
 vLLM's ExampleHiddenStatesConnector copies states on a CUDA stream, and its CPU build has none. This
 class copies them in the order of computation, on any device. vLLM imports this module in its own

@@ -78,11 +78,11 @@ def empty_cache(
 ) -> KVCache:
     """A cache of zeros. keys, values, devices: shape and device by layer."""
     # zeros, because a masked slot still enters a product, and 0 * nan is nan
-    made = (
+    both = (
         [torch.zeros(s, dtype=dtype, device=d) for s, d in zip(shapes, devices, strict=True)]
         for shapes in (keys, values)
     )
-    return KVCache(*made)
+    return KVCache(*both)
 
 
 def causal_bias(

@@ -22,7 +22,6 @@ from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
 from eval.engines.contender import Contender, Engine, PromptOutputs, Task
 from eval.engines.conversation import after, turns_of
-from eval.engines.divergences import not_judged
 from eval.engines.load import (
     PASSES,
     Pass,
@@ -33,6 +32,7 @@ from eval.engines.load import (
     timed_pass,
     warm_up,
 )
+from eval.engines.near_ties import not_judged
 from eval.engines.server import ServerError
 from eval.engines.visits import JUDGE, OUTPUTS, TIMED, Conversations, Visit, Work
 from eval.measuring.evaluation import decoding_facts, prompt_facts

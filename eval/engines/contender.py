@@ -11,8 +11,8 @@ from pydantic import Field
 
 from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
-from eval.engines.divergences import Logprobs
 from eval.engines.load import TimedPass
+from eval.engines.near_ties import Logprobs
 from eval.engines.visits import Work
 from eval.measuring.journal import Journal
 from eval.measuring.runs import Speculation

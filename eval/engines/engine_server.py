@@ -23,7 +23,7 @@ from eval.decoding.loop import Decoding
 from eval.decoding.verification import SampleMethod
 from eval.engines.contender import Engine, Output, PromptOutputs
 from eval.engines.counters import NAMES, Series, between, read_series
-from eval.engines.divergences import Judge, Logprobs, explain
+from eval.engines.near_ties import Judge, Logprobs, explain
 from eval.engines.server import AT_ONCE, Server, ServerError, passing
 from eval.prompts import Prompt
 
@@ -212,7 +212,7 @@ class Servers(ABC):
     def lengths(self, draft: str, gammas: Sequence[int]) -> Sequence[int]:
         """The lengths of a draft: `gammas`, or its longest."""
         most = self.longest_draft(draft)
-        return sorted({min(gamma, most or gamma) for gamma in gammas})
+        return sorted({min(draft_length, most or draft_length) for draft_length in gammas})
 
     @abstractmethod
     def longest_draft(self, draft: str) -> int | None:
@@ -220,12 +220,12 @@ class Servers(ABC):
 
     @abstractmethod
     def command(
-        self, draft: str, gamma: int, draft_sample_method: SampleMethod | None
+        self, draft: str, draft_length: int, draft_sample_method: SampleMethod | None
     ) -> list[str]:
         """A command that serves the draft for users, without what only a measurement needs."""
 
     @abstractmethod
     def serve(
-        self, draft: str, gamma: int, draft_sample_method: SampleMethod | None
+        self, draft: str, draft_length: int, draft_sample_method: SampleMethod | None
     ) -> AbstractContextManager[str]:
         """The address of a server, which ends with the block. draft: "" for the target alone."""

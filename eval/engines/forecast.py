@@ -24,7 +24,7 @@ from align.checkpoint import Checkpoint
 from eval.decoding.loop import Decoding
 from eval.engines.engine_server import EngineServer, Servers
 from eval.engines.load import WARM_UP, Pass, TimedPass, timed_pass
-from eval.engines.served import PATIENCE, machine_of
+from eval.engines.measure import PATIENCE, machine_of
 from eval.engines.server import ServerError
 from eval.measuring.cost import StepCosts, break_even_length, expected_speedup
 from eval.measuring.evaluation import context_length

@@ -29,9 +29,9 @@ from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import SampleMethod
 from eval.engines.contender import Output
 from eval.engines.conversation import chat_request, json_schema
-from eval.engines.divergences import TOP, Logprobs
 from eval.engines.engine_server import EngineServer, Servers, option
-from eval.engines.process import served_here
+from eval.engines.near_ties import TOP, Logprobs
+from eval.engines.process import started_server
 from eval.engines.server import ServerError
 from eval.measuring.environment import cpu_model
 from eval.prompts import Prompt
@@ -130,11 +130,11 @@ class LlamaServer(EngineServer):
 
     def read_wide(self, prompt: list[int], output: list[int]) -> list[Logprobs]:
         """As in `Judge`, at every STRIDE-th token; the others have none."""
-        seen: list[Logprobs] = [{} for _ in output]
+        logprobs: list[Logprobs] = [{} for _ in output]
         for at in range(STRIDE, len(output), STRIDE):
             # The prefix is in the cache, so that one forward computes STRIDE tokens.
-            _, (seen[at],) = self._asked(prompt + output[:at], 1, cached=at > STRIDE)
-        return seen
+            _, (logprobs[at],) = self._asked(prompt + output[:at], 1, cached=at > STRIDE)
+        return logprobs
 
     def read_from(self, prompt: list[int], output: list[int], at: int) -> list[Logprobs]:
         """As in `Judge`, one token a forward; the tokens before `at` have none."""
@@ -185,10 +185,9 @@ def printed(program: Path, argument: str) -> str:
 
 def devices(program: Path, arguments: Sequence[str]) -> list[tuple[str, str]]:
     """The GPUs that a llama-server with these arguments uses, as (id, model name)."""
-    given = {name: os.environ.get(f"LLAMA_ARG_{name}", "") for name in ("DEVICE", "N_GPU_LAYERS")}
-    wanted = option(arguments, given["DEVICE"], "--device", "-dev").split(",")
-    names = "--n-gpu-layers", "--gpu-layers", "-ngl"
-    layers = option(arguments, given["N_GPU_LAYERS"], *names)
+    usual, most = (os.environ.get(f"LLAMA_ARG_{name}", "") for name in ("DEVICE", "N_GPU_LAYERS"))
+    wanted = option(arguments, usual, "--device", "-dev").split(",")
+    layers = option(arguments, most, "--n-gpu-layers", "--gpu-layers", "-ngl")
     listed = printed(program, "--list-devices")
     gpus = re.findall(r"^ +(\w+): (.+) \([1-9]\d* MiB", listed, re.M)  # BLAS has 0 MiB
     return [gpu for gpu in gpus if layers != "0" and (wanted == [""] or gpu[0] in wanted)]
@@ -220,15 +219,15 @@ class LlamaServers(Servers):
         # One cache of prompts is switched off by each request, the other one here.
         self.arguments = ["--ctx-size", str(self.positions * self.slots), "--cache-ram", "0"]
         self.arguments += ["--parallel", str(self.slots), *self.given]
-        found = devices(program, self.given)
-        self.device = re.sub(r"\d", "", found[0][0]).lower() if found else "cpu"
+        gpus = devices(program, self.given)
+        self.device = re.sub(r"\d", "", gpus[0][0]).lower() if gpus else "cpu"
         self.of_models = list[str]()  # arguments of each draft that is a model
         if self.device == "cpu":
-            known = BACKEND_SAMPLING in printed(program, "--help")
-            self.of_models += [*NO_POLLING, *[BACKEND_SAMPLING] * known]
-        counts = Counter(name for _, name in found)
-        gpus = [f"{count} x {name}" if count > 1 else name for name, count in counts.items()]
-        self.hardware = ", ".join(gpus) or cpu_model()
+            samples_in_backend = BACKEND_SAMPLING in printed(program, "--help")
+            self.of_models += [*NO_POLLING, *[BACKEND_SAMPLING] * samples_in_backend]
+        counts = Counter(name for _, name in gpus)
+        models = [f"{count} x {name}" if count > 1 else name for name, count in counts.items()]
+        self.hardware = ", ".join(models) or cpu_model()
 
     @staticmethod
     def longest(target: Checkpoint) -> int:
@@ -247,24 +246,26 @@ class LlamaServers(Servers):
         return None if size is None else size - 1  # a block's first slot is the newest token
 
     def command(
-        self, draft: str, gamma: int, draft_sample_method: SampleMethod | None
+        self, draft: str, draft_length: int, draft_sample_method: SampleMethod | None
     ) -> list[str]:
         """As in Servers; checkpoints are named as GGUF files, which `align.to_gguf` writes."""
         model = None
         if draft != LOOKUP:
             model = as_gguf(self.opened[draft]), self.files[draft][1]
         words = ["llama-server", "--model", str(as_gguf(self.target))]
-        return [*words, *drafting(draft, model, gamma, self.of_models), *self.given]
+        return [*words, *drafting(draft, model, draft_length, self.of_models), *self.given]
 
     @contextmanager
     def serve(
-        self, draft: str, gamma: int, draft_sample_method: SampleMethod | None
+        self, draft: str, draft_length: int, draft_sample_method: SampleMethod | None
     ) -> Iterator[str]:
         program = llama_server()
         command = [str(program), "--model", str(self.model), "--alias", "target"]
-        command += drafting(draft, self.files.get(draft), gamma, self.of_models) if draft else []
+        command += (
+            drafting(draft, self.files.get(draft), draft_length, self.of_models) if draft else []
+        )
         command += ["--metrics", "--offline", *self.arguments]
-        with served_here("llama-server", command, environment_of(program)) as address:
+        with started_server("llama-server", command, environment_of(program)) as address:
             yield address
 
     def _gguf(self, model: Checkpoint, kind: str, target: Path | None = None) -> tuple[Path, str]:
@@ -285,12 +286,12 @@ def as_gguf(model: Checkpoint) -> Path:
 
 
 def drafting(
-    draft: str, model: tuple[Path, str] | None, gamma: int, of_models: Sequence[str]
+    draft: str, model: tuple[Path, str] | None, draft_length: int, of_models: Sequence[str]
 ) -> list[str]:
     """The arguments with which a llama-server drafts.
 
     draft: prompt-lookup, a spec, or lookup-first:SPEC. model: the GGUF file of the spec's model,
-    and its architecture. gamma: its draft length. of_models: its other arguments.
+    and its architecture. of_models: the other arguments of a model.
     """
     kinds, arguments = list[str](), list[str]()
     if draft.startswith((LOOKUP, LOOKUP_FIRST)):
@@ -302,5 +303,5 @@ def drafting(
         kinds.append(SPECULATION.get(architecture, "draft-simple"))
         # drafts have a fixed length, as in other engines
         arguments += ["--model-draft", str(file), *of_models]
-        arguments += ["--spec-draft-n-max", str(gamma), "--spec-draft-p-min", "0"]
+        arguments += ["--spec-draft-n-max", str(draft_length), "--spec-draft-p-min", "0"]
     return ["--spec-type", ",".join(kinds), *arguments]

@@ -177,14 +177,14 @@ def passes(load: Load, prompts: Sequence[Prompt], seed: int) -> list[Pass]:
     """The passes of a load. Each prompt counts once or more often, in order."""
     batch = max(load.concurrency or AT_RATE, -(-len(prompts) // (PASSES * BATCHES)))
     edge, counted = load.concurrency or AT_RATE, BATCHES * batch
-    made = []
+    all_passes = []
     for number in range(PASSES):
         indices = range(number * counted - edge, (number + 1) * counted + edge)
         if load.rate:
             indices = range(number * counted, number * counted + len(prompts))
         requests = [prompts[i % len(prompts)] for i in indices]
-        made.append(Pass(load, requests, edge, batch, (seed, number)))
-    return made
+        all_passes.append(Pass(load, requests, edge, batch, (seed, number)))
+    return all_passes
 
 
 def timed_pass(server: Any, asked: Pass, decoding: Decoding) -> TimedPass:

@@ -29,7 +29,7 @@ GUARD = f"trap '' TERM; read _; kill -TERM 0; sleep {DYING_SECONDS}; kill -KILL 
 
 
 @contextmanager
-def served_here(
+def started_server(
     engine: str, command: Sequence[str], variables: Mapping[str, str], log_file: Path | None = None
 ) -> Iterator[str]:
     """The address of a server that `command` starts; the server ends with the block.

@@ -17,8 +17,8 @@ from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.prompt_run import PromptRun
 from eval.engines.contender import Output
 from eval.engines.conversation import chat_request, json_schema
-from eval.engines.divergences import TOP, Logprobs
 from eval.engines.engine_server import EngineServer
+from eval.engines.near_ties import TOP, Logprobs
 from eval.engines.server import UNPENALISED, ServerError, passing
 from eval.measuring.runs import Speculation
 from eval.prompts import Prompt

@@ -56,13 +56,13 @@ class Assisted:
     """`generate` of transformers as an `Engine`, with or without a draft (`assistant`).
 
     model, assistant: Any, because mypy cannot call the type in which transformers wraps `generate`.
-    ids: token ids by prompt id. gamma: the draft length.
+    ids: token ids by prompt id.
     """
 
     model: Any
     ids: dict[str, list[int]]
     assistant: Any = None
-    gamma: int = 0
+    draft_length: int = 0
 
     def __post_init__(self) -> None:
         # `generate` takes missing options, such as a repetition penalty, from the checkpoint
@@ -70,7 +70,7 @@ class Assisted:
         if self.assistant is not None:
             # a call cannot set these; by default, up to 20 tokens are drafted, fewer if unsure
             self.assistant.generation_config = GenerationConfig(
-                num_assistant_tokens=self.gamma,
+                num_assistant_tokens=self.draft_length,
                 num_assistant_tokens_schedule="constant",
                 assistant_confidence_threshold=0.0,
             )
@@ -93,7 +93,7 @@ class Assisted:
         seconds = [end - begin for begin, end in pairwise([start, *clock.times[1:]])]
         drafted = [call[0, len(ids) if i == 0 else 1 :].tolist() for i, call in enumerate(inputs)]
         run = PromptRun.of(prompt, len(ids), seconds, emitted)
-        run = log_steps(run, drafted, emitted, self.gamma, decoding.max_new_tokens)
+        run = log_steps(run, drafted, emitted, self.draft_length, decoding.max_new_tokens)
         return Output(run, ids, run.tokens[-1] in decoding.stops)
 
     def _generate(self, ids: list[int], decoding: Decoding, **options: Any) -> Any:
@@ -200,7 +200,7 @@ def measure_assisted(
     target: str,
     model: Any,
     drafts: Mapping[str, Draft],
-    gamma: int,
+    draft_length: int,
     task: Task,
     text_of: Callable[[list[int]], str],
 ) -> Report:
@@ -213,11 +213,13 @@ def measure_assisted(
     prompts = task.prompts.prompts
     ids = dict(zip((prompt.id for prompt in prompts), task.prompts.ids, strict=True))
     engines = {"": Assisted(model, ids)}
-    engines |= {name: Assisted(model, ids, draft.model, gamma) for name, draft in drafts.items()}
+    engines |= {
+        name: Assisted(model, ids, draft.model, draft_length) for name, draft in drafts.items()
+    }
     contenders = []
     for name, engine in engines.items():
         engine.decode(prompts[0], task.decoding)  # warm-up, not counted
-        facts = _facts(model, drafts[name], gamma) if name else {}
+        facts = _facts(model, drafts[name], draft_length) if name else {}
         contenders.append(Contender(runs_already(engine), name, facts))
     comparison = Comparison(contenders, task, text_of)
     comparison.run(take_turns)
@@ -233,12 +235,12 @@ def measure_assisted(
     )
 
 
-def _facts(model: Any, draft: Draft, gamma: int) -> dict[str, Any]:
+def _facts(model: Any, draft: Draft, draft_length: int) -> dict[str, Any]:
     return {
         "path": draft.path,
         "form": "full",
         "vocabulary": draft.vocabulary,
-        "gamma": gamma,
+        "gamma": draft_length,
         "gamma_policy": GAMMA_POLICY,
         "memory": {
             "target_bytes": model_bytes(model),
@@ -253,14 +255,14 @@ def log_steps(
     run: PromptRun,
     drafted: Sequence[list[int]],
     emitted: Sequence[list[int]],
-    gamma: int,
+    draft_length: int,
     max_new_tokens: int,
 ) -> PromptRun:
     """Set the drafted and accepted tokens of each speculation step of the run; returns the run.
 
     drafted, emitted: tokens of each target call. The prefill is first; transformers drafts for it,
     too. A drafted token was accepted if it was emitted, because the token after a rejection is
-    never the rejected one (in sampling, its residual is 0). gamma: near the limit of
+    never the rejected one (in sampling, its residual is 0). draft_length: near the limit of
     max_new_tokens, fewer tokens are drafted.
     """
     done = run.prefill_tokens
@@ -270,7 +272,7 @@ def log_steps(
         # an accepted stop token ends the draft, and no token of the target follows
         run.drafted[i] = len(step) if accepted == len(step) else len(draft)
         run.accepted[i] = accepted
-        run.last_truncated = len(draft) == max_new_tokens - done - 1 < gamma
+        run.last_truncated = len(draft) == max_new_tokens - done - 1 < draft_length
         done += len(step)
     return run
 

@@ -12,8 +12,8 @@ from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.prompt_run import PromptRun
 from eval.engines.contender import Output
 from eval.engines.conversation import chat_request
-from eval.engines.divergences import TOP, Logprobs
 from eval.engines.engine_server import EngineServer
+from eval.engines.near_ties import TOP, Logprobs
 from eval.engines.server import UNPENALISED, ServerError, token_ids
 from eval.prompts import Prompt
 

@@ -27,13 +27,13 @@ Schedule = list[tuple[int, int, int]]  # (first, last number of requests at a ti
 class Recommendation(NamedTuple):
     """A draft as one server can serve it.
 
-    served: its name in the report, by the loads at which it is shown to be faster than the target
+    fastest: its name in the report, by the loads at which it is shown to be faster than the target
     alone. off: the loads at which its schedule switches it off. slow: the other loads, without
     rates that overload the target alone and not the draft's server. schedule: vLLM's
     num_speculative_tokens_per_batch_size; empty for one length at all loads.
     """
 
-    served: dict[Load, str]
+    fastest: dict[Load, str]
     off: list[Load]
     slow: list[Load]
     schedule: Schedule
@@ -62,7 +62,7 @@ def recommended(report: Report, among: Collection[str] | None = None) -> Recomme
             names.setdefault(name_and_length(name)[0], []).append(name)
 
     def sureness(choice: Recommendation) -> tuple[bool, float, float]:
-        logs = [math.log(_bound(report, name, load)) for load, name in choice.served.items()]
+        logs = [math.log(_bound(report, name, load)) for load, name in choice.fastest.items()]
         logs += [0.0] * len(choice.off + choice.slow)
         return not choice.slow, min(logs), fmean(logs)
 
@@ -70,13 +70,13 @@ def recommended(report: Report, among: Collection[str] | None = None) -> Recomme
         configuration
         for lengths in names.values()
         for configuration in _configurations(report, lengths)
-        if configuration.served
+        if configuration.fastest
     ]
     best = max(choices, key=sureness, default=None)
     ngrams = [
         choice
         for choice in choices
-        if report.drafts[next(iter(choice.served.values()))].path == LOOKUP
+        if report.drafts[next(iter(choice.fastest.values()))].path == LOOKUP
     ]
     ngram = max(ngrams, key=sureness, default=None)
     return best if best is None or ngram is None or _beats(report, best, ngram) else ngram
@@ -129,7 +129,7 @@ def _configurations(report: Report, names: Sequence[str]) -> Iterator[Recommenda
             losses = [load for load in loads if load not in gains]
             yield Recommendation(dict.fromkeys(gains, name), [], losses, [])
         return
-    served, off, slow = dict[Load, str](), list[Load](), list[Load]()
+    fastest, off, slow = dict[Load, str](), list[Load](), list[Load]()
     for load in loads:
         lengths = {
             name: _length(schedule, load, draft)
@@ -138,13 +138,13 @@ def _configurations(report: Report, names: Sequence[str]) -> Iterator[Recommenda
         }
         faster = [n for n, length in lengths.items() if length == drafts[n].gamma]
         if faster and _bound(report, faster[0], load) > 1:
-            served[load] = faster[0]
+            fastest[load] = faster[0]
         elif lengths and not any(lengths.values()):
             off.append(load)
         else:
             slow.append(load)
-    fixed = not off and len({*served.values()}) == 1
-    yield Recommendation(served, off, slow, [] if fixed else schedule)
+    fixed = not off and len({*fastest.values()}) == 1
+    yield Recommendation(fastest, off, slow, [] if fixed else schedule)
 
 
 def _length(schedule: Schedule, load: Load, draft: DraftReport) -> int:
@@ -160,8 +160,8 @@ def _bound(report: Report, name: str, load: Load) -> float:
 
 def _beats(report: Report, best: Recommendation, ngram: Recommendation) -> bool:
     """Whether a configuration is shown to be faster than n-gram speculation at a load."""
-    for load, name in best.served.items():
-        alone = ngram.served.get(load)
+    for load, name in best.fastest.items():
+        alone = ngram.fastest.get(load)
         gains = [g for g in report.gain if (g.draft, g.over) == (name, alone)]
         if alone in (None, name):
             return True

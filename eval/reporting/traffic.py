@@ -32,7 +32,7 @@ REMEDY = (
     "The draft no longer fits the traffic: train it on logged rows (python -m distill.adapt RUN "
     "--traffic LOGS, docs/serving.md)."
 )
-FULL_LENGTH = 0.98  # mean draft length / gamma; drafts near the length limit are shorter
+FULL_LENGTH = 0.98  # mean / longest draft; drafts near the length limit are shorter
 
 
 class NotComparable(UserError):
@@ -133,7 +133,7 @@ def measured_acceptance(
     temperature: float | None = None,
     draft_sample_method: str | None = None,
 ) -> list[Estimate]:
-    """A report's share of drafts whose first i tokens were all accepted, for i = 1…gamma.
+    """A report's share of drafts whose first i tokens were all accepted, for i up to its length.
 
     temperature, draft_sample_method: of the traffic; None: the report's. Raises NotComparable if
     the report was measured with others, if its engine verifies or drafts sampled tokens by other
@@ -164,18 +164,18 @@ def measured_acceptance(
             "The report has no intervals of the acceptance by position; measure again."
         )
     # if all outputs are shorter than the draft length, no draft reaches its last positions
-    gamma = draft.gamma or len(places)
-    places += [replace(places[-1], mean=0.0)] * (gamma - len(places))
+    draft_length = draft.gamma or len(places)
+    places += [replace(places[-1], mean=0.0)] * (draft_length - len(places))
     if draft.counters:
         return places
-    behind_end = _behind_end(draft.per_prompt, gamma)
+    behind_end = _behind_end(draft.per_prompt, draft_length)
     return [
         replace(place, behind_end=share) for place, share in zip(places, behind_end, strict=True)
     ]
 
 
-def _behind_end(table: Iterable[PromptSums], gamma: int) -> list[float]:
-    """The share of drafts that ended an output before position i = 1…gamma.
+def _behind_end(table: Iterable[PromptSums], draft_length: int) -> list[float]:
+    """The share of drafts that ended an output before position i up to its length.
 
     The reference decoder cuts a draft behind an accepted end-of-text token, and no token of the
     target follows. An engine's draft goes on, and so do its counters.
@@ -185,8 +185,8 @@ def _behind_end(table: Iterable[PromptSums], gamma: int) -> list[float]:
         if row.accepted_at and row.drafted:
             drafts += row.accepted_at[0]
             if (row.accepted or 0) + (row.blocks or 0) > (row.block_tokens or 0):
-                lengths.append(max(row.drafted - gamma * (row.accepted_at[0] - 1), 1))
-    return [sum(length < i for length in lengths) / drafts for i in range(1, gamma + 1)]
+                lengths.append(max(row.drafted - draft_length * (row.accepted_at[0] - 1), 1))
+    return [sum(length < i for length in lengths) / drafts for i in range(1, draft_length + 1)]
 
 
 def _refuse_other_rules(report: Report, draft_sample_method: str | None) -> None:
@@ -211,19 +211,20 @@ def counted_acceptance(counts: Speculation, report: Sequence[Estimate]) -> list[
     of position 1, which every draft has. Raises NotComparable for counts that contradict each
     other or are of another draft length.
     """
-    gamma, (drafts, drafted, _, accepted_at) = len(report), counts
+    draft_length, (drafts, drafted, _, accepted_at) = len(report), counts
     chain = [drafts, *accepted_at, 0]
     if chain != sorted(chain, reverse=True):
         raise NotComparable(
             f"The counts contradict each other: {drafts:g} drafts, accepted by position "
             f"{accepted_at}. Give an unchanged page of /metrics, and --since an earlier page."
         )
-    if len(accepted_at) != gamma:
+    if len(accepted_at) != draft_length:
         raise NotComparable(
-            f"The engine drafts {len(accepted_at)} tokens, but the report's gamma is {gamma}, so "
-            f"acceptance differs. Give a report measured with --gamma {len(accepted_at)}."
+            f"The engine drafts {len(accepted_at)} tokens, but the report's draft length is "
+            f"{draft_length}, so acceptance differs. Give a report measured with "
+            f"--gamma {len(accepted_at)}."
         )
-    full = drafted >= FULL_LENGTH * gamma * drafts
+    full = drafted >= FULL_LENGTH * draft_length * drafts
     return [
         Estimate(
             accepted / drafts, place.error * math.sqrt(place.drafts / drafts), place.freedom, drafts

@@ -145,7 +145,7 @@ def verdict(report: Report) -> str:
         return (
             f"{start}{_by_load(report, choice)} Higher loads: not measured. Measured in {engine}."
         )
-    name = choice.served[ONE_AT_A_TIME]
+    name = choice.fastest[ONE_AT_A_TIME]
     draft = report.drafts[name]
     shown = _with_length(report, name)
     ngram = next((d for d in report.drafts.values() if d.path == LOOKUP), None)
@@ -180,9 +180,9 @@ def _too_costly(report: Report) -> str:
 
 def _by_load(report: Report, found: Recommendation) -> str:
     """What to serve, its speed-up at each load, and what else changes for a user."""
-    drafts = {load: report.drafts[name] for load, name in found.served.items()}
-    one_length = len({*found.served.values()}) == 1
-    name = next(iter(found.served.values()))
+    drafts = {load: report.drafts[name] for load, name in found.fastest.items()}
+    one_length = len({*found.fastest.values()}) == 1
+    name = next(iter(found.fastest.values()))
     shown = _with_length(report, name) if one_length else label(name_and_length(name)[0])
     speedups = {
         load: times(draft.speedup_by_load[load])
@@ -247,8 +247,8 @@ def good_requests(draft: DraftReport) -> dict[Load, str]:
 def _with_length(report: Report, name: str) -> str:
     """The shown name of a draft, with its draft length."""
     length = report.drafts[name].gamma
-    known = length and not name_and_length(name)[1]
-    return f"{label(name)} (draft length {length})" if known else label(name)
+    unnamed = length and not name_and_length(name)[1]
+    return f"{label(name)} (draft length {length})" if unnamed else label(name)
 
 
 def _output(report: Report) -> str:
@@ -265,7 +265,7 @@ def _output(report: Report) -> str:
 def _memory(report: Report, found: Recommendation | None) -> str:
     """Memory to serve a draft model: the distilled, else the recommended, else the last one."""
     names = ["tuned"] if "tuned" in report.drafts else []
-    for name in (*names, *(found.served.values() if found else ()), *reversed(report.drafts)):
+    for name in (*names, *(found.fastest.values() if found else ()), *reversed(report.drafts)):
         draft = report.drafts[name]
         if draft.serves_alone and draft.path != LOOKUP and (memory := draft.memory):
             to_serve = f"{size(memory.draft_bytes)} to serve {label(name)}"
@@ -287,7 +287,7 @@ def _training(report: Report) -> str:
 
 def _longest(report: Report, found: Recommendation) -> str:
     """The name of the draft at its longest length that is served."""
-    return max(found.served.values(), key=lambda name: report.drafts[name].gamma or 0)
+    return max(found.fastest.values(), key=lambda name: report.drafts[name].gamma or 0)
 
 
 def _serve(report: Report, found: Recommendation) -> str:

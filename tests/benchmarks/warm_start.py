@@ -25,10 +25,10 @@ from distill.prepare import prepare_draft
 from distill.prompt_sets import collect_prompts
 from distill.recipe import load_recipe
 from distill.teacher.answers import to_answer
-from distill.teacher.served_states import state_reader
-from distill.teacher.started_vllm import answering_target
 from distill.teacher.states import cache_states
 from distill.teacher.store import Answers
+from distill.teacher.vllm_states import state_reader
+from distill.teacher.vllm_target import answering_target
 from distill.trainer import DraftTrainer
 from eval.prompts import PromptSet
 

@@ -35,7 +35,7 @@ from distill.recipe_files import read_yaml, yaml_text
 from distill.teacher.logged_rows import WITHOUT_HALF, LeftOut
 from distill.traffic import DAY, Split, digest, read_traffic, rows_of, split, usable
 from eval.decoding.target import load_target
-from eval.engines.local_vllm import VllmServers, serve_vllm, speculation
+from eval.engines.start_vllm import VllmServers, serve_vllm, speculation
 from eval.measuring.intervals import Starts
 from eval.measuring.runs import REFERENCE_ONLY
 from eval.prompts import Prompt, write_prompts
@@ -46,7 +46,7 @@ from eval.reporting.traffic import NotComparable
 from tests.conftest import made_up_measurement, made_up_run
 from tests.distill.conftest import WORDS as SPOKEN
 from tests.distill.teacher.test_logged import TEMPLATE
-from tests.distill.teacher.test_served import StandIn
+from tests.distill.teacher.test_server_target import StandIn
 from tests.siblings import LARGE, save_sibling
 from tests.test_docs import ROOT, blocks, commands
 

@@ -18,9 +18,9 @@ from distill.prefetch import Prefetcher
 from distill.prompt_sets import collect_prompts
 from distill.recipe import load_recipe
 from distill.teacher.answers import LocalTarget
-from distill.teacher.served_states import state_reader
-from distill.teacher.started_vllm import answering_target
 from distill.teacher.states import LocalStates, cache_states
+from distill.teacher.vllm_states import state_reader
+from distill.teacher.vllm_target import answering_target
 from distill.train import run
 from tests.distill.conftest import made_answers, plain_recipe
 

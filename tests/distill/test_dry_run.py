@@ -226,7 +226,7 @@ def test_what_eight_gpus_need(job, tmp_path, monkeypatch, capsys, changes, proce
     monkeypatch.setattr(dry_run, "PartialState", lambda: SimpleNamespace(num_processes=processes))
     named = {key: str(CONFIGS / f"Llama-3.1-{b}B-Instruct") for key, b in PAIR.items()}
     recipe = job(tmp_path, **named | changes, use_cpu=False, dtype="bfloat16")
-    pair = pair_of(recipe, decoded_here=not recipe.served)
+    pair = pair_of(recipe, decoded_here=not recipe.remote_target)
     dry_run.print_memory(recipe, pair, 100, answers_here=True)
     (line,) = re.findall("memory of a GPU: .*", capsys.readouterr().out)
     assert f"{needed} GiB needed" in line

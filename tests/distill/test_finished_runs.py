@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from align.checkpoint import weights_sha256
 from align.files import read_json
-from distill import evaluation, train
+from distill import run_report, train
 from distill.train import run
 from eval.decoding.drafters.mtp import HEAD
 from eval.measuring.journal import JOURNAL
@@ -131,7 +131,7 @@ def test_started_again_it_keeps_a_report_that_is_whole(recipe, tmp_path, monkeyp
                 tensors | {"lm_head.weight": -tensors["lm_head.weight"]}, path, {"format": "pt"}
             )
     measured = []
-    monkeypatch.setattr(evaluation, "_measured_here", lambda *_: measured.append(1) or 1 / 0)
+    monkeypatch.setattr(run_report, "_measured_here", lambda *_: measured.append(1) or 1 / 0)
     if change is None:
         assert run(again) == 0
         assert report.read_bytes() == before

@@ -26,7 +26,7 @@ from distill.teacher.store import Answers, Store, names_of
 from eval.decoding.target import load_target
 from tests.distill import training
 from tests.distill.teacher.test_answers import same_answers
-from tests.distill.teacher.test_served import StandIn
+from tests.distill.teacher.test_server_target import StandIn
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from distill.recipe_files import (
     recipe_files,
     yaml_text,
 )
-from distill.training_config import training_config
+from distill.training_setup import training_config
 
 ALL = sorted(p for p in RECIPES.rglob("*.yaml") if p.parent != RECIPES / "accelerate")
 SHORT = "target: org/target\ntrain_prompts: train.jsonl\neval_prompts: eval.jsonl\n"

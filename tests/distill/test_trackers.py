@@ -7,7 +7,7 @@ import pytest
 
 from distill import train
 from distill.recipe_files import RecipeError
-from distill.training_config import training_config
+from distill.training_setup import training_config
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_runs(job, tmp_path):

@@ -25,8 +25,8 @@ from distill.recipe import build_recipe
 from distill.recipe_files import RecipeError
 from distill.teacher.store import Answers
 from distill.trainer import distil
-from distill.training_config import trainable_model, training_config
 from distill.training_set import TrainingSet
+from distill.training_setup import trainable_model, training_config
 from tests.distill.conftest import made_answers, plain_recipe, stored
 
 VOCAB = 50

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch.nn import Parameter
 
-from distill import checkpoint, held_out, prompt_sets, training_config
+from distill import checkpoint, held_out, prompt_sets, training_setup
 from distill import recipe as recipes
 from distill import train as job
 from distill.teacher import store
@@ -107,10 +107,10 @@ def train_apart(recipe, stage, dies, machines):
 def meet(recipe):
     """The job up to its stages; only the first process's CPU has bf16 instructions."""
     usual = "float32" if os.environ["RANK"] != "0" else "bfloat16"
-    recipes.usual_dtype = training_config.usual_dtype = lambda on_cpu: usual
+    recipes.usual_dtype = training_setup.usual_dtype = lambda on_cpu: usual
 
     def stages(recipe, *more):
-        print(recipe.dtype, training_config.training_config(recipe).bf16, file=sys.stderr)
+        print(recipe.dtype, training_setup.training_config(recipe).bf16, file=sys.stderr)
         return 0
 
     job.run_stages = stages

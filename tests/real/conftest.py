@@ -6,7 +6,7 @@ import pytest
 
 from distill.recipe import build_recipe
 from distill.train import run
-from eval.engines.local_vllm import serve_vllm
+from eval.engines.start_vllm import serve_vllm
 from tests.distill.conftest import TEXTS
 
 FP32 = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048")

@@ -20,7 +20,7 @@ from distill.models import check_models, open_models
 from distill.prompt_sets import collect_prompts
 from distill.recipe import load_recipe
 from distill.teacher.answers import top_logprobs
-from distill.teacher.started_vllm import answering_target
+from distill.teacher.vllm_target import answering_target
 from eval.decoding.target import load_target
 from eval.reporting.fields import read_report
 from tests.real.conftest import words_of

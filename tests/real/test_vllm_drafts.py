@@ -24,8 +24,8 @@ from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.engines.counters import between
-from eval.engines.local_vllm import serve_vllm, speculation
 from eval.engines.server import ServerError
+from eval.engines.start_vllm import serve_vllm, speculation
 from eval.engines.vllm import VllmServer
 from eval.prompts import Prompt
 from tests.distill.conftest import TEXTS

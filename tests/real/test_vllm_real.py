@@ -29,9 +29,9 @@ from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
-from eval.engines import local_vllm
+from eval.engines import start_vllm
 from eval.engines.counters import between
-from eval.engines.local_vllm import serve_vllm, speculation
+from eval.engines.start_vllm import serve_vllm, speculation
 from eval.engines.vllm import VllmServer
 from eval.prompts import load_prompts
 from eval.reporting.fields import read_report
@@ -122,9 +122,9 @@ def change(module):
 def patched(folder, change):
     """Servers that start within have the change."""
     (folder / "sitecustomize.py").write_text(PATCH + change)
-    clean = local_vllm.environment_of
+    clean = start_vllm.environment_of
     with mock.patch.object(
-        local_vllm, "environment_of", lambda python: clean(python) | {"PYTHONPATH": str(folder)}
+        start_vllm, "environment_of", lambda python: clean(python) | {"PYTHONPATH": str(folder)}
     ):
         yield
 

@@ -36,9 +36,9 @@ def check_compact(folder: Path, embedding: Tensor | None, dtype: torch.dtype) ->
     if embedding is None:
         return about
     if about["embedding_sha256"] != (found := tensor_sha256(embedding.to(dtype))):
-        made, here = (str(each).removeprefix("torch.") for each in (dtype, embedding.dtype))
+        stated, here = (str(each).removeprefix("torch.") for each in (dtype, embedding.dtype))
         raise UserError(
-            f"{folder} was made in {made} with an input embedding of hash "
+            f"{folder} was made in {stated} with an input embedding of hash "
             f"{about['embedding_sha256'][:12]}…, but this target's, in {here}, has "
             f"{found[:12]}…. Use the draft's target in the same dtype."
         )

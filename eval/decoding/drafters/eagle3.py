@@ -161,7 +161,7 @@ def layer_shape(about: Mapping[str, Any]) -> dict[str, Any]:
 
 def layer_config(about: Mapping[str, Any]) -> Any:
     """The config of the layers by a config.json, with the switches of EAGLE-3 as attributes."""
-    own, kind = in_eagle_layout(about), family(about)
+    of_eagle, kind = in_eagle_layout(about), family(about)
     shape = layer_shape(about)
     if not shape.get("layer_types"):  # configs that were copied from a target's have a window, too
         shape |= {"layer_types": None, "sliding_window": None}
@@ -170,7 +170,7 @@ def layer_config(about: Mapping[str, Any]) -> Any:
     eagle = about.get("eagle_config") or {}
     config.norm_before_fc = bool(eagle.get("norm_before_fc", about.get("norm_before_fc")))
     config.fc_norm, config.norm_output = bool(about.get("fc_norm")), bool(about.get("norm_output"))
-    config.norm_before_residual = about.get("norm_before_residual", not own)
+    config.norm_before_residual = about.get("norm_before_residual", not of_eagle)
     return config
 
 
@@ -185,8 +185,8 @@ def build_eagle3(config: Any, layers: Sequence[int], rows: int) -> Any:
         body, first = model.model, model.model.layers[0]
 
         def norm(size: int) -> nn.Module:
-            made: nn.Module = type(body.norm)(size, config.rms_norm_eps)
-            return made
+            module: nn.Module = type(body.norm)(size, config.rms_norm_eps)
+            return module
 
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow = first.self_attn.get_submodule(name)

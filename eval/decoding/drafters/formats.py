@@ -91,8 +91,8 @@ def published_format(folder: Path) -> DraftFormat | None:
             return form
     names = config.get("architectures") or ()
     if names and not any(hasattr(transformers, name) for name in names):
-        known = [lack for part, lack in LACKING.items() if part in "".join(names).lower()]
-        reason = f", which needs {known[0]} and" if known else ", which"
+        needs = [lack for part, lack in LACKING.items() if part in "".join(names).lower()]
+        reason = f", which needs {needs[0]} and" if needs else ", which"
         raise UserError(
             f"{folder} has architecture {', '.join(names)}{reason} cannot be computed here. If an "
             "engine knows it, start that server and measure it (eval.run --base_url)."

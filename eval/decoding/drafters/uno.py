@@ -181,13 +181,13 @@ class UnoDrafter(HeadDrafter):
         cache = self.target.new_cache(ROWS, length + 1)
         for row in range(ROWS):
             cache.copy_row(row, whole, 0, length)
-        found = []
+        logits = []
         # from the end of the text, because a row's random token makes later slots invalid
         for last in range(length - 1, length - 1 - count, -ROWS):
             newest = (last - torch.arange(ROWS, device=tokens.device)).clamp_min(0)
             read = torch.stack([tokens[newest], self.noise[newest + 1]], 1)
-            found.append(self.decoder.forward(read, newest, cache, last_only=True)[:, 0])
-        return torch.cat(found)[:count].flip(0), first
+            logits.append(self.decoder.forward(read, newest, cache, last_only=True)[:, 0])
+        return torch.cat(logits)[:count].flip(0), first
 
 
 class UnoSession(Session):

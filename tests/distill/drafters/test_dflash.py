@@ -17,7 +17,7 @@ from eval.decoding.drafters.dflash import FORMAT, Mixture, load_dflash
 from eval.decoding.drafters.drafter import Text
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
-from eval.engines.local_vllm import has_several_k_norms
+from eval.engines.start_vllm import has_several_k_norms
 from tests.dflash import by_definition
 from tests.distill.drafters.batches import batch_of, planned
 

@@ -23,7 +23,7 @@ from distill.recipe import build_recipe
 from distill.teacher.answers import USED
 from distill.teacher.store import Answers, Store, names_of
 from distill.trainer import distil_draft
-from distill.training_config import optimizer_of, training_config
+from distill.training_setup import optimizer_of, training_config
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling

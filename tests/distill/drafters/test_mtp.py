@@ -22,7 +22,7 @@ from eval.decoding.drafters.drafter import Text
 from eval.decoding.drafters.mtp import FORMAT, SERVED, fused_experts
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
-from eval.engines.local_vllm import speculation
+from eval.engines.start_vllm import speculation
 from eval.reporting.fields import read_report
 from tests.mtp import FAMILIES, HYBRID, mtp_config, save_target
 

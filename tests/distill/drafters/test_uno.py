@@ -12,11 +12,11 @@ from align.errors import UserError
 from align.files import read_json
 from distill.drafters.kind import Origin
 from distill.drafters.uno import KIND, random_ids, read_noise
-from distill.evaluation import in_engine
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
 from distill.models import with_published_kind
 from distill.recipe_files import RecipeError
+from distill.run_report import in_engine
 from eval.decoding.drafters import uno
 from eval.decoding.drafters.drafter import Text
 from eval.decoding.drafters.loading import load_drafter
@@ -24,8 +24,8 @@ from eval.decoding.drafters.lookup import lookup_first
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
-from eval.engines.local_vllm import speculation
 from eval.engines.server import ServerError
+from eval.engines.start_vllm import speculation
 from eval.prompts import Prompt
 from eval.reporting.fields import read_report
 from tests.distill.drafters.batches import batch_of, planned
@@ -193,7 +193,7 @@ def test_it_is_refused_where_it_does_not_fit(run, job, folder, tmp_path, monkeyp
     for key in ({"max_gamma": 1}, {"engine": "vllm"}, {"draft_vocab_size": 200}):
         with pytest.raises(RecipeError, match=next(iter(key))):
             job(tmp_path, draft=None, drafter="uno", **key)
-    monkeypatch.setattr("distill.evaluation.vllm_python", lambda: "python")
+    monkeypatch.setattr("distill.run_report.vllm_python", lambda: "python")
     assert not in_engine(dataclasses.replace(run, engine="auto"))
     card = (draft / "README.md").read_text()
     assert "--speculative-algorithm UNO" in card

@@ -2,7 +2,7 @@
 
 import pytest
 
-from eval.engines import served
+from eval.engines import measure
 from eval.engines.engine_server import EngineServer
 from eval.engines.server import PATIENT
 from tests.fake_vllm import FakeVllm
@@ -12,7 +12,7 @@ from tests.fake_vllm import FakeVllm
 def hurried(monkeypatch):
     soon = PATIENT.new(total=3, backoff_factor=0.05, backoff_jitter=0)
     monkeypatch.setattr(EngineServer, "retries", soon)
-    monkeypatch.setattr(served, "PATIENT", soon)
+    monkeypatch.setattr(measure, "PATIENT", soon)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from eval.engines.llama_cpp import (
     drafting,
     llama_server,
 )
-from eval.engines.served import measure_servers, measure_started
+from eval.engines.measure import measure_servers, measure_started
 from eval.engines.server import ServerError
 from eval.measuring.environment import cpu_model
 from eval.measuring.runs import AT_LONGEST
@@ -55,7 +55,7 @@ def test_a_report_of_two_servers(fake):
         {"served": LlamaServer(with_draft.url)},
         LlamaServer(plain.url),
         Task(PromptSet("made up", PROMPTS, []), GREEDY),
-        gamma=3,
+        draft_length=3,
     )
     assert (report.engine, report.environment.engine_version) == ("llama.cpp", "b10434-abc")
     draft = report.drafts["served"]
@@ -151,7 +151,7 @@ def started(program, monkeypatch, fake):
         def __exit__(self, *error):
             servers[-1].stop()
 
-    monkeypatch.setattr(llama_cpp, "served_here", Served)
+    monkeypatch.setattr(llama_cpp, "started_server", Served)
     return commands, servers
 
 

@@ -8,7 +8,7 @@ from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
 from eval.engines.contender import Task
 from eval.engines.load import passes, timed_pass
-from eval.engines.served import measure_servers
+from eval.engines.measure import measure_servers
 from eval.engines.server import ServerError
 from eval.engines.sglang import SglangServer, counts_of
 from eval.measuring.runs import Speculation

@@ -13,7 +13,7 @@ from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
 from eval.engines.comparison import Comparison
 from eval.engines.contender import Contender, Output, Task
-from eval.engines.served import UNTOLD
+from eval.engines.measure import UNTOLD
 from eval.engines.server import ServerError
 from eval.engines.visits import take_turns, there_and_back
 from eval.measuring.environment import environment
@@ -95,7 +95,7 @@ def test_intervals_hold_the_truth_and_no_draft_is_faster_than_itself(deviation):
         told_apart += not low <= 0 <= high
         found = recommended(report)
         preferred += (
-            bool(found) and "own" in found.served.values()
+            bool(found) and "own" in found.fastest.values()
         )  # to n-gram speculation, which needs no draft
     assert held / (2 * trials) >= 0.93
     assert told_apart / trials <= 0.08  # 5%, and what chance adds in 400 trials

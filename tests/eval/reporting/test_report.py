@@ -114,7 +114,7 @@ def served(report):
     found = recommended(report)
     return found and {
         f"{load.rate:g}/s" if load.rate else load.concurrency: name
-        for load, name in found.served.items()
+        for load, name in found.fastest.items()
     }
 
 

@@ -127,7 +127,7 @@ def test_nothing_accepted_on_either_side_is_no_difference():
 @pytest.mark.parametrize(
     ("counts", "reason"),
     [
-        ([100, 400, 90, 60, 20, 10, 0], "drafts 4 tokens, but the report's gamma is 3"),
+        ([100, 400, 90, 60, 20, 10, 0], "drafts 4 tokens, but"),
         ([100, 300, 90, 20, 60, 10], "contradict each other"),
         ([100, 300, 190, 120, 60, 10], "contradict each other"),
     ],

@@ -233,7 +233,7 @@ def open_server(url: str, model: str | None, settings: AnswerSettings) -> Server
     return Server(url, timeout, model)
 
 
-def served_store(
+def server_store(
     server: Server, settings: AnswerSettings, folder: Path, names: list[str], stores: Path
 ) -> Store:
     """The store of the served model's outputs, in the folder `stores`. All processes must call it.
@@ -273,7 +273,7 @@ def listed_name(server: Server) -> str:
 
 
 @dataclass
-class ServedTarget(AnsweringTarget):
+class ServerTarget(AnsweringTarget):
     """A target behind a server; the first process prompts it, the others wait.
 
     prompts: all prompts of the run. witnesses: earlier outputs of this model, to detect a change.

@@ -16,9 +16,10 @@ from transformers import LlamaConfig
 
 from align.checkpoint import Checkpoint
 from eval.decoding.drafters.formats import DraftFormat
-from eval.engines import local_vllm, process
+from eval.engines import process, start_vllm
 from eval.engines.engine_server import option
-from eval.engines.local_vllm import (
+from eval.engines.server import API_KEY, ServerError
+from eval.engines.start_vllm import (
     VLLM_PYTHON,
     EngineMissing,
     gpu_arguments,
@@ -27,7 +28,6 @@ from eval.engines.local_vllm import (
     tensor_parallel,
     vllm_python,
 )
-from eval.engines.server import API_KEY, ServerError
 from eval.engines.vllm import VllmServer
 from eval.run import main
 
@@ -210,7 +210,7 @@ def test_a_head_without_a_method_of_vllm_is_refused(tmp_path, monkeypatch):
         def head_size(self, config):
             return config.get("heads")
 
-    monkeypatch.setattr(local_vllm, "formats", lambda: {"heads": Heads()})
+    monkeypatch.setattr(start_vllm, "formats", lambda: {"heads": Heads()})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "heads": 9}))
     with pytest.raises(ServerError, match="no vLLM method"):
         speculation(tmp_path, 3)
@@ -338,7 +338,7 @@ def test_the_python_that_is_named_goes_before_the_cache_s(cache, tmp_path, monke
 
 
 def test_a_vllm_beside_this_program_is_used(cache, monkeypatch):
-    monkeypatch.setattr(local_vllm.importlib.util, "find_spec", lambda name: name == "vllm")
+    monkeypatch.setattr(start_vllm.importlib.util, "find_spec", lambda name: name == "vllm")
     assert str(vllm_python()) == sys.executable
 
 
@@ -346,7 +346,7 @@ def test_a_vllm_beside_this_program_is_used(cache, monkeypatch):
 def test_without_vllm_a_command_says_how_to_install_it(
     cache, monkeypatch, tmp_path, capsys, gpu, package
 ):
-    monkeypatch.setattr(local_vllm.shutil, "which", lambda program: gpu)
+    monkeypatch.setattr(start_vllm.shutil, "which", lambda program: gpu)
     models = ["--target", "no/target", "--draft", "no/draft", "--prompts", "x.jsonl"]
     assert main(["--engine", "vllm", "--gamma", "3", *models, "--output_dir", str(tmp_path)]) == 2
     said = capsys.readouterr().err

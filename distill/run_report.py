@@ -30,7 +30,7 @@ from eval.decoding.drafters.loading import model_drafter
 from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
-from eval.engines.local_vllm import EngineMissing, speculation, vllm_python
+from eval.engines.start_vllm import EngineMissing, speculation, vllm_python
 from eval.measuring.evaluation import Plan
 from eval.measuring.evaluation import evaluate as measure_here
 from eval.measuring.intervals import around, measure, ratio
@@ -59,12 +59,12 @@ def evaluate(
         return report
     made_by = provenance(recipe, prompts)
     write_json(folder / "provenance.json", made_by)
-    if load is not None and recipe.served:
+    if load is not None and recipe.remote_target:
         print_commands(recipe)
     elif load is not None and not pair.decoded_here:
         print(
             "\nThe draft is complete, not measured, because only an engine computes this target:"
-            f"\n\n    {shlex.join(in_vllm(recipe))}"
+            f"\n\n    {shlex.join(vllm_command(recipe))}"
         )
     elif load is not None:
         curve = held_out_curve(folder)
@@ -99,7 +99,7 @@ def whole_report(folder: Path, recipe: Recipe) -> Report | None:
 
 def in_engine(recipe: Recipe) -> bool:
     """Whether the run ends in vLLM. Raises EngineMissing if the recipe names it in vain."""
-    if recipe.engine is None or recipe.served or recipe.kind.adapter:
+    if recipe.engine is None or recipe.remote_target or recipe.kind.adapter:
         return False
     try:
         vllm_python()
@@ -116,8 +116,8 @@ def evaluate_in_engine(recipe: Recipe, report: Report, clock: Clock, folder: Pat
     A report that is whole is kept. None if vLLM fails. report: of the reference decoder, whose
     draft lengths are used.
     """
-    if (served := whole_report(folder, recipe)) is not None:
-        return served
+    if (engine_report := whole_report(folder, recipe)) is not None:
+        return engine_report
     options = ["--run", str(recipe.folder), "--engine", "vllm", "--output_dir", str(folder)]
     for option, name in (("--gamma", "tuned"), ("--ngram_gamma", "lookup")):
         options += [option, str(report.drafts[name].gamma or USUAL_GAMMA)]
@@ -131,10 +131,10 @@ def evaluate_in_engine(recipe: Recipe, report: Report, clock: Clock, folder: Pat
         print("Warning: the drafts were not measured in vLLM; the lines above say why.")
         return None
     ours = {name: getattr(report, name) for name in ("held_out", "base_kept")}
-    served = read_report(folder).model_copy(update=ours)
-    write_report(folder / "report", served)
-    write_card(recipe.folder / "draft", recipe.folder, [report, served])
-    return served
+    engine_report = read_report(folder).model_copy(update=ours)
+    write_report(folder / "report", engine_report)
+    write_card(recipe.folder / "draft", recipe.folder, [report, engine_report])
+    return engine_report
 
 
 def _measured_here(
@@ -215,25 +215,25 @@ def with_base_only(run: RunLog, drafts: list[DraftLog]) -> tuple[RunLog, list[Dr
     return run, [base, lookup, replace(base, name=tuned.name, about=about)]
 
 
-def served_length(recipe: Recipe) -> int:
+def engine_draft_length(recipe: Recipe) -> int:
     """The draft length of commands for a draft that is not measured."""
     return recipe.gamma or min(USUAL_GAMMA, recipe.max_gamma)
 
 
-def in_vllm(recipe: Recipe) -> list[str]:
+def vllm_command(recipe: Recipe) -> list[str]:
     """The command that measures the draft in vLLM; the report becomes that of the run."""
     command = ["python", "-m", "eval.run", "--run", str(recipe.folder), "--engine", "vllm"]
-    gamma = served_length(recipe)
+    gamma = engine_draft_length(recipe)
     return [*command, "--output_dir", str(recipe.folder), "--gamma", str(gamma)]
 
 
 def print_commands(recipe: Recipe) -> None:
     """Print how to serve the draft, and how to compare its server with the target's."""
-    served = read_json(recipe.folder / USED)["key"]["served model"]
-    gamma, draft = served_length(recipe), (recipe.folder / "draft").resolve()
+    model_name = read_json(recipe.folder / USED)["key"]["served model"]
+    gamma, draft = engine_draft_length(recipe), (recipe.folder / "draft").resolve()
     drafting = speculation(draft, gamma, draft_sample_method=recipe.draft_sample_method)
-    serve = ["vllm", "serve", recipe.target, "--served-model-name", served, *drafting]
-    measure = [*in_vllm(recipe), "--baseline_url", str(recipe.answer_url)]
+    serve = ["vllm", "serve", recipe.target, "--served-model-name", model_name, *drafting]
+    measure = [*vllm_command(recipe), "--baseline_url", str(recipe.answer_url)]
     print(
         f"\nThe draft is complete, not measured. Serve the target with it where {draft} can be "
         f"read:\n\n    {shlex.join(serve)}\n\nand compare the two servers:\n\n"

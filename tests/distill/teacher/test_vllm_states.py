@@ -23,22 +23,22 @@ from align.errors import SourceError, UserError
 from align.files import read_json
 from distill.models import check_models, open_models, target_ends
 from distill.prompt_sets import collect_prompts
-from distill.teacher import served_states, started_vllm
+from distill.teacher import vllm_states, vllm_target
 from distill.teacher.answers import USED
-from distill.teacher.served_states import extracted, state_reader
-from distill.teacher.started_vllm import answering_target
 from distill.teacher.states import LocalStates, states_of
 from distill.teacher.store import Answers, Store, name_of
+from distill.teacher.vllm_states import extracted, state_reader
+from distill.teacher.vllm_target import answering_target
 from distill.train import run
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
-from eval.engines.local_vllm import VLLM_PYTHON
 from eval.engines.server import Server, ServerError
+from eval.engines.start_vllm import VLLM_PYTHON
 from eval.prompts import Prompt
 from tests.conftest import cache_without_answers
-from tests.distill.teacher.test_served import StandIn
+from tests.distill.teacher.test_server_target import StandIn
 
 KINDS = ["eagle3", "medusa", "dflash"]
 SHORT = {"draft": None, "answers": "vllm", "cache_top_k": 6, "answer_max_new_tokens": 12}
@@ -110,8 +110,8 @@ def started(monkeypatch, target):
             server.stop()
             server.ended = True
 
-    monkeypatch.setattr(started_vllm, "serve_vllm", serve)
-    monkeypatch.setattr(served_states, "serve_vllm", serve)
+    monkeypatch.setattr(vllm_target, "serve_vllm", serve)
+    monkeypatch.setattr(vllm_states, "serve_vllm", serve)
     monkeypatch.setenv(VLLM_PYTHON, sys.executable)
     return servers
 
@@ -227,7 +227,7 @@ def test_states_are_read_where_the_outputs_are_generated(
     job, folder, tmp_path, monkeypatch, nested
 ):
     """`answers: auto` picks a vLLM on a GPU."""
-    monkeypatch.setattr("distill.teacher.started_vllm.who_answers", lambda *_: ("vllm", "a GPU"))
+    monkeypatch.setattr("distill.teacher.vllm_target.who_answers", lambda *_: ("vllm", "a GPU"))
     recipe = job(tmp_path / "run", draft=None, target=str(folder / "roomy"), drafter="eagle3")
     pair = check_models(recipe, *open_models(recipe))
     target = answering_target(recipe, pair, collect_prompts(recipe, pair.target), None)

@@ -14,16 +14,16 @@ from align.checkpoint import Checkpoint
 from align.files import read_json
 from distill.models import check_models, open_models
 from distill.prompt_sets import collect_prompts
-from distill.teacher import started_vllm
+from distill.teacher import vllm_target
 from distill.teacher.answers import who_answers
-from distill.teacher.started_vllm import answering_target
 from distill.teacher.store import names_of
+from distill.teacher.vllm_target import answering_target
 from distill.train import run
 from eval.decoding.target import load_target
-from eval.engines.local_vllm import VLLM_PYTHON, EngineMissing
 from eval.engines.server import ServerError
+from eval.engines.start_vllm import VLLM_PYTHON, EngineMissing
 from eval.reporting.fields import read_report
-from tests.distill.teacher.test_served import StandIn
+from tests.distill.teacher.test_server_target import StandIn
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def started(monkeypatch):
             server.stop()
             server.ended = True
 
-    monkeypatch.setattr(started_vllm, "serve_vllm", serve)
+    monkeypatch.setattr(vllm_target, "serve_vllm", serve)
     monkeypatch.setattr("distill.teacher.store.ANSWERS_PER_SHARD", 2)
     monkeypatch.setenv(VLLM_PYTHON, sys.executable)
     return servers

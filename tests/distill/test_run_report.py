@@ -10,9 +10,9 @@ import pytest
 
 from align.checkpoint import weights_sha256
 from align.errors import UserError
-from distill.evaluation import shown_loss
+from distill.run_report import shown_loss
 from distill.train import main, run
-from eval.engines.local_vllm import VLLM_PYTHON
+from eval.engines.start_vllm import VLLM_PYTHON
 from eval.measuring.journal import JOURNAL
 from eval.measuring.metrics import PromptSums
 from eval.reporting.fields import read_report
@@ -39,7 +39,7 @@ class Measured(list):
 def measured(monkeypatch):
     calls = Measured()
     monkeypatch.setenv(VLLM_PYTHON, sys.executable)
-    monkeypatch.setattr("distill.evaluation.run.main", calls)
+    monkeypatch.setattr("distill.run_report.run.main", calls)
     return calls
 
 
@@ -93,7 +93,7 @@ def test_a_report_that_cannot_be_written_leaves_what_was_measured(job, tmp_path,
 
     recipe = job(tmp_path / "run", max_steps=2)
     with monkeypatch.context() as patch:
-        patch.setattr("distill.evaluation.write_report", full)
+        patch.setattr("distill.run_report.write_report", full)
         with pytest.raises(UserError, match="full"):
             run(recipe)
     assert (recipe.folder / "report" / JOURNAL).is_file()

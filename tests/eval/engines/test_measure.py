@@ -21,11 +21,11 @@ from align.to_gguf import write_gguf
 from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
-from eval.engines import local_vllm, served
+from eval.engines import measure, start_vllm
 from eval.engines.contender import Output, Task
-from eval.engines.local_vllm import VllmServers, computed_dtype
-from eval.engines.served import measure_servers, measure_started
+from eval.engines.measure import measure_servers, measure_started
 from eval.engines.server import TIMEOUT, ServerError
+from eval.engines.start_vllm import VllmServers, computed_dtype
 from eval.engines.vllm import VllmServer
 from eval.measuring.journal import JOURNAL, Journal
 from eval.measuring.runs import AT_LONGEST, Speculation
@@ -46,13 +46,13 @@ PROMPTS = [
 ]
 
 
-def measure(drafting, plain, prompts=PROMPTS, temperature=0.0, timeout=TIMEOUT, gamma=None):
+def compare(drafting, plain, prompts=PROMPTS, temperature=0.0, timeout=TIMEOUT, gamma=None):
     asked = PromptSet("made up", prompts, [])
     return measure_servers(
         {"served": VllmServer(drafting.url + "/v1/", timeout)},
         VllmServer(plain.url, timeout),
         Task(asked, Decoding(Sampling(temperature), frozenset(), 20), {"command": "test"}),
-        gamma=gamma,
+        draft_length=gamma,
     )
 
 
@@ -70,7 +70,7 @@ def test_tokens_per_step_do_not_depend_on_when_a_method_drafts(
 ):
     run = PromptRun.of(PROMPTS[0], 3, [0.1] * len(emitted), [[7] * n for n in emitted])
     counts = Speculation(drafts, 3 * drafts, 4.0, [2.0, 2.0, 0.0])
-    counters, _ = served._counters([Output(run, [1, 2, 3], ended, counts)])
+    counters, _ = measure._counters([Output(run, [1, 2, 3], ended, counts)])
     assert counters["mean_acceptance_length"].mean == length
     assert (counters["tokens_per_step"] and counters["tokens_per_step"].mean) == (
         per_step and pytest.approx(per_step)
@@ -79,7 +79,7 @@ def test_tokens_per_step_do_not_depend_on_when_a_method_drafts(
 
 @pytest.mark.parametrize("length", [4096, 2048])
 def test_a_running_server_of_a_shorter_context_is_named(fake, length):
-    report = measure(fake(3, max_model_len=length), fake(1))
+    report = compare(fake(3, max_model_len=length), fake(1))
     codes = {warning.code for warning in find_warnings(report)}
     assert (report.drafts["served"].context, "shorter-context" in codes) == (
         (None, False) if length == 4096 else (length, True)
@@ -96,7 +96,7 @@ def test_server_args_do_not_set_speculation(tmp_path, prompts, pair, start, opti
 
 
 def test_a_whole_report_of_two_servers(fake):
-    report = measure(fake(3), fake(1), gamma=3)
+    report = compare(fake(3), fake(1), gamma=3)
     draft = report.drafts["served"]
     machine = report.environment
     assert (machine.engine, machine.engine_version, machine.hardware) == ("vllm", "0.32.0", None)
@@ -128,12 +128,12 @@ def test_a_whole_report_of_two_servers(fake):
     assert missing >= {"alpha", "tau", "c", "memory"}
     assert all(getattr(draft, field) is None for field in missing)
     assert "drafts by the server" in render_page(report)
-    assert measure(fake(3), fake(1)).drafts["served"].gamma is None  # nobody told it
+    assert compare(fake(3), fake(1)).drafts["served"].gamma is None  # nobody told it
 
 
 def test_the_same_requests_to_both(fake):
     drafting, plain = fake(3), fake(1)
-    measure(drafting, plain, temperature=0.7)
+    compare(drafting, plain, temperature=0.7)
     one, other = (
         sorted(json.dumps(body, sort_keys=True) for body in server.streamed)
         for server in (drafting, plain)
@@ -147,13 +147,13 @@ def test_a_chat_brings_what_its_template_reads(fake):
     kwargs = {"enable_thinking": False}
     asked = Prompt("b", messages=PROMPTS[1].messages, chat_template_kwargs=kwargs)
     drafting = fake(3)
-    report = measure(drafting, fake(1), [asked])
+    report = compare(drafting, fake(1), [asked])
     assert all(body["chat_template_kwargs"] == kwargs for body in drafting.streamed)
     assert report.prompts.chat_template_kwargs == [kwargs]
 
 
 def test_other_tokens_are_not_explained_away(fake):
-    report = measure(fake(3, Constant([*TEXT[:9], 7, *TEXT[10:]])), fake(1))
+    report = compare(fake(3, Constant([*TEXT[:9], 7, *TEXT[10:]])), fake(1))
     ledger = report.drafts["served"].lossless
     assert (ledger.identical, ledger.tie_divergences, ledger.not_judged) == (0, 0, 3)
     assert ledger.divergences[0].position == 9
@@ -167,7 +167,7 @@ def test_other_tokens_are_not_explained_away(fake):
 def test_nulls_at_the_end_of_a_stream(fake, nulls):
     """Gateways send them."""
     servers = fake(3, last=nulls), fake(1, last=nulls)
-    assert measure(*servers).drafts["served"].lossless.identical == 3
+    assert compare(*servers).drafts["served"].lossless.identical == 3
 
 
 def test_an_overloaded_server_is_asked_again_and_the_last_try_is_timed(fake, monkeypatch):
@@ -183,13 +183,13 @@ def test_an_overloaded_server_is_asked_again_and_the_last_try_is_timed(fake, mon
     monkeypatch.setattr("eval.engines.vllm.time", SimpleNamespace(perf_counter=now))
     monkeypatch.setattr("urllib3.util.retry.time", SimpleNamespace(sleep=wait))
     drafting = fake(3, faults=[None, 503, (429, {"Retry-After": "0"}), "cut"])
-    report = measure(drafting, fake(1))
+    report = compare(drafting, fake(1))
     draft = report.drafts["served"]
     assert (draft.speedup.n, len(drafting.streamed)) == (3, 1 + 3 + 3)
     assert waits == [0.1, 0.2]  # before the second and third tries
     assert draft.per_prompt[0].seconds < 0.1
     assert draft.counters.num_drafts == 3 * 7
-    report = measure(fake(3, faults=[None, None, *[503] * 9]), fake(1))
+    report = compare(fake(3, faults=[None, None, *[503] * 9]), fake(1))
     assert report.drafts["served"].speedup.n == 1
     assert "answered 503" in report.provenance["failures"]
 
@@ -199,14 +199,14 @@ def test_an_overloaded_server_is_asked_again_and_the_last_try_is_timed(fake, mon
 def test_an_output_that_fails_in_its_stream_is_asked_for_again(fake, fault, status, prompts):
     """Mutant: an aborted output is a short one, and a mismatch."""
     drafting = fake(3, faults=[None, None, fault], error_status=status)
-    draft = measure(drafting, fake(1)).drafts["served"]
+    draft = compare(drafting, fake(1)).drafts["served"]
     prompts = 3 if fault == "abort" else prompts  # vLLM has no status for it
     assert draft.lossless.identical == draft.lossless.prompts == prompts
 
 
 @pytest.mark.parametrize("fault", ["dies_after", "refuses_after"])
 def test_a_server_that_fails_midway_leaves_what_was_measured(fake, fault):
-    report = measure(fake(3, **{fault: 4}), fake(1))  # the warm-up, two prompts, and a reading
+    report = compare(fake(3, **{fault: 4}), fake(1))  # the warm-up, two prompts, and a reading
     draft = report.drafts["served"]
     assert draft.speedup.n == report.prompts.n == 2
     (reason,) = report.prompts.left_out
@@ -217,7 +217,7 @@ def test_a_server_that_fails_midway_leaves_what_was_measured(fake, fault):
 
 
 def test_a_first_prompt_that_is_refused_is_left_out(fake):
-    report = measure(fake(3, refused="one"), fake(1))
+    report = compare(fake(3, refused="one"), fake(1))
     assert report.drafts["served"].speedup.n == report.prompts.n == 2
     assert len(report.prompts.left_out) == 1
 
@@ -236,18 +236,18 @@ def test_a_first_prompt_that_is_refused_is_left_out(fake):
 )
 def test_servers_that_cannot_be_measured(fake, drafting, plain, message):
     with pytest.raises(ServerError, match=message):
-        measure(fake(**drafting), fake(**plain), timeout=0.3 if "faults" in drafting else TIMEOUT)
+        compare(fake(**drafting), fake(**plain), timeout=0.3 if "faults" in drafting else TIMEOUT)
 
 
 def test_a_version_that_a_gateway_hides_is_no_difference(fake):
-    assert measure(fake(3), fake(1, version=None)).drafts["served"].speedup.mean > 0
+    assert compare(fake(3), fake(1, version=None)).drafts["served"].speedup.mean > 0
 
 
 def test_a_server_that_is_down(fake):
     plain = fake(1)
     plain.stop()
     with pytest.raises(ServerError, match=r"127.0.0.1:\d+ cannot be reached"):
-        measure(fake(3), plain)
+        compare(fake(3), plain)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_a_server_that_is_down(fake):
     ],
 )
 def test_counters_that_are_of_no_use_leave_the_speed(fake, faults, reason):
-    draft = measure(fake(**{"step": 3} | faults), fake(1)).drafts["served"]
+    draft = compare(fake(**{"step": 3} | faults), fake(1)).drafts["served"]
     assert draft.counters is None
     assert draft.speedup.mean > 0
     assert reason in {entry.field: entry.reason for entry in draft.missing}["counters"]
@@ -269,7 +269,7 @@ def test_a_server_that_drafts_nothing_has_no_speed_up(fake, idle):
     """Mutants: its counters are of no use; n-grams, which may find nothing, are refused, too."""
     drafting, plain = fake(**{"step": 3} | idle), fake(1)
     with pytest.raises(ServerError, match="served drafted nothing"):
-        measure(drafting, plain)
+        compare(drafting, plain)
     task = Task(PromptSet("made up", PROMPTS, []), Decoding(Sampling(), frozenset(), 20))
     drafts = {"idle": VllmServer(drafting.url), "own": VllmServer(fake(3).url)}
     report = measure_servers(drafts, VllmServer(plain.url), task)
@@ -291,7 +291,7 @@ def test_a_report_of_running_servers_has_no_address(fake, tmp_path, stops):
             return super().write(ids, body)
 
     drafting = fake(3, Stopping(), dies_after=2)
-    report = measure(drafting, fake(1))
+    report = compare(drafting, fake(1))
     write_report(tmp_path, report)
     for file in tmp_path.iterdir():
         assert "127.0.0.1" not in file.read_text()
@@ -420,7 +420,7 @@ def start(monkeypatch):
 
     def replaced(make=lambda config: FakeVllm(step=config["num_speculative_tokens"])):
         starter = Starter(lambda config: FakeVllm() if config is None else make(config))
-        monkeypatch.setattr(local_vllm, "serve_vllm", starter.serve)
+        monkeypatch.setattr(start_vllm, "serve_vllm", starter.serve)
         monkeypatch.setattr(VllmServers, "program", staticmethod(lambda: Path("env/bin/python")))
         return starter
 
@@ -733,7 +733,7 @@ def test_there_is_room_for_later_turns_in_any_script(tmp_path, start):
             VllmServers, Checkpoint.open(tmp_path / "target"), {"own": "prompt-lookup"}, [2], task
         )
     lengths = [int(a[a.index("--max-model-len") + 1]) for _, a, _ in starter.started]
-    assert lengths[-1] - lengths[0] == 3 * 9 + served.TEMPLATE + SHORT.max_new_tokens
+    assert lengths[-1] - lengths[0] == 3 * 9 + measure.TEMPLATE + SHORT.max_new_tokens
 
 
 def test_no_draft_is_asked_for_more_than_it_was_made_for(tmp_path, start):
@@ -771,7 +771,7 @@ def test_a_quantization_config_that_is_null_is_none(tmp_path):
     (draft / "config.json").write_text(json.dumps(config))
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    folder, _ = local_vllm.loadable_draft(*map(Checkpoint.open, (draft, target)), scratch)
+    folder, _ = start_vllm.loadable_draft(*map(Checkpoint.open, (draft, target)), scratch)
     assert folder.parent == scratch
 
 

@@ -85,12 +85,12 @@ def measure_servers(
     drafts: Mapping[str, EngineServer],
     baseline: EngineServer,
     task: Task,
-    gamma: int | None = None,
+    draft_length: int | None = None,
     specs: Mapping[str, str] = MappingProxyType({}),
 ) -> Report:
     """The report of running servers, by the name of the draft, compared with a plain server.
 
-    gamma: the servers' draft length. specs: their drafts as the user states them, because most
+    draft_length: of the servers. specs: their drafts as the user states them, because most
     servers do not report them. Raises ServerError if nothing can be measured: a server does
     not answer, serves another target, is another engine, or is the baseline and speculates.
     """
@@ -119,11 +119,11 @@ def measure_servers(
     machine |= dict.fromkeys(("hardware", "cores", "threads", "load_average"))
     contenders = [Contender(runs_already(baseline), identity=_identity(baseline))]
     for name, server in drafts.items():
-        facts = _facts(specs.get(name, f"running server {name}"), gamma)
+        facts = _facts(specs.get(name, f"running server {name}"), draft_length)
         short, whole = (each.models[0].get("max_model_len") for each in (server, baseline))
         if short and whole and short < whole:
             facts["context"] = short
-        identity = [*_identity(server), gamma]
+        identity = [*_identity(server), draft_length]
         contenders.append(Contender(runs_already(server), name, facts, identity))
     for server in (baseline, *drafts.values()):
         server.retries = PATIENT
@@ -193,11 +193,11 @@ def measure_started(
 
         @contextmanager
         def serving(
-            draft: str = "", gamma: int = 0, name: str = "target"
+            draft: str = "", draft_length: int = 0, name: str = "target"
         ) -> Iterator[EngineServer]:
             if draft in servers.unreadable:
                 raise ServerError(servers.unreadable[draft])
-            with servers.serve(draft, gamma, method) as url:
+            with servers.serve(draft, draft_length, method) as url:
                 server = servers.client(url, PATIENCE)
                 if idle([_warm_up(server, task)]) and draft not in N_GRAMS | {""}:
                     raise ServerError(IDLE)
@@ -209,24 +209,24 @@ def measure_started(
 
         # every draft at its longest comes last, in the order given; the last one decides
         planned = [
-            (-longer, gamma, name, draft)
+            (-longer, draft_length, name, draft)
             for name, draft in drafts.items()
-            for longer, gamma in enumerate(
+            for longer, draft_length in enumerate(
                 [ngram_gamma]
                 if ngram_gamma and draft == LOOKUP
                 else reversed(servers.lengths(draft, gammas))
             )
         ]
         contenders = [Contender(serving, identity=shared)]
-        for _, gamma, name, draft in sorted(planned, key=itemgetter(0)):
-            named = f"{name}, gamma {gamma}" if gammas[1:] else name
-            facts = _facts(draft, gamma, gamma in gammas or draft == LOOKUP)
+        for _, draft_length, name, draft in sorted(planned, key=itemgetter(0)):
+            named = f"{name}, gamma {draft_length}" if gammas[1:] else name
+            facts = _facts(draft, draft_length, draft_length in gammas or draft == LOOKUP)
             facts["context"] = servers.contexts.get(draft)
             if draft not in servers.unreadable:
-                facts["serve"] = masked_arguments(servers.command(draft, gamma, method))
-            identity = [shared, draft, gamma, _files(servers.opened.get(draft)), method]
+                facts["serve"] = masked_arguments(servers.command(draft, draft_length, method))
+            identity = [shared, draft, draft_length, _files(servers.opened.get(draft)), method]
             contenders.append(
-                Contender(partial(serving, draft, gamma, named), named, facts, identity)
+                Contender(partial(serving, draft, draft_length, named), named, facts, identity)
             )
         comparison = Comparison(contenders, task)
         comparison.run(partial(there_and_back, starts=task.starts))
@@ -300,15 +300,15 @@ def _files(model: Checkpoint | None) -> list[Any]:
     return [model.source.name, facts]
 
 
-def _facts(path: str, gamma: int | None, asked: bool = True) -> dict[str, Any]:
+def _facts(path: str, draft_length: int | None, asked: bool = True) -> dict[str, Any]:
     """The facts of a contender. asked: whether this length was asked for, and not a longer one."""
     fixed = "fixed" if asked else AT_LONGEST
     return {
         "path": path,
         "form": "served",
         "vocabulary": {"relation": "of the server", "strategy": "of the server", "coverage": None},
-        "gamma": gamma or None,
-        "gamma_policy": fixed if gamma else "of the server",
+        "gamma": draft_length or None,
+        "gamma_policy": fixed if draft_length else "of the server",
         "missing": UNTOLD,
     }
 

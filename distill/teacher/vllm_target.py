@@ -22,11 +22,11 @@ from distill.teacher.answers import (
     who_answers,
 )
 from distill.teacher.logged import LocalReader, Log, ServerReader
-from distill.teacher.served import ServedTarget, open_server, served_store
+from distill.teacher.server_target import ServerTarget, open_server, server_store
 from distill.teacher.store import names_of, stores_of
 from eval.decoding.target import Target
-from eval.engines.local_vllm import gpu_arguments, serve_vllm, vllm_python
 from eval.engines.server import Server
+from eval.engines.start_vllm import gpu_arguments, serve_vllm, vllm_python
 
 LOGPROBS = 20  # vLLM's default --max-logprobs
 # on a CPU vLLM 0.32 crashes at a seeded request whose prompt is prefilled in chunks
@@ -44,11 +44,11 @@ def answering_target(
     words = pair.target.vocabulary
     if recipe.answers == "logged":
         log = Log([prompts.held_out, prompts.training], recipe.answer_temperature, words)
-        if not recipe.served:
+        if not recipe.remote_target:
             store = open_store(settings, pair.target, recipe.dtype, stores)
             return LocalReader(store, settings, load, log=log)
         server = open_server(str(recipe.answer_url), recipe.answer_model, settings)
-        store = served_store(server, settings, recipe.folder, log.names(prompted), stores)
+        store = server_store(server, settings, recipe.folder, log.names(prompted), stores)
         return ServerReader(store, settings, pair.target, prompted, server, log=log)
     device, taught = target_device(recipe), recipe.train_on_prompts
     by, why = from_first(who_answers(recipe.answers, device, taught))
@@ -56,11 +56,11 @@ def answering_target(
         print(f"answers: {by}, because {why}")
     if by == "server":
         server = open_server(str(recipe.answer_url), recipe.answer_model, settings)
-        store = served_store(server, settings, recipe.folder, names_of(prompted), stores)
-        return ServedTarget(store, settings, pair.target, prompted, server)
+        store = server_store(server, settings, recipe.folder, names_of(prompted), stores)
+        return ServerTarget(store, settings, pair.target, prompted, server)
     store = open_store(settings, pair.target, recipe.dtype, stores)
     if by == "vllm":
-        return StartedVllm(store, settings, pair.target, prompted, dtype=recipe.dtype)
+        return VllmTarget(store, settings, pair.target, prompted, dtype=recipe.dtype)
     names = names_of(prompted[len(prompts.held_out.ids) :], taught)
     return LocalTarget(
         store, settings, load, pair.layers, pair.fit_layers, names, recipe.fit_tokens
@@ -68,7 +68,7 @@ def answering_target(
 
 
 @dataclass(kw_only=True)
-class StartedVllm(ServedTarget):
+class VllmTarget(ServerTarget):
     """A target in a vLLM that the run starts. Its outputs share the reference decoder's store.
 
     Model and dtype are the same, so the outputs differ only as those of two batch sizes do.
@@ -86,7 +86,7 @@ class StartedVllm(ServedTarget):
 
     def __exit__(self, *error: Any) -> None:
         self.running = None
-        self.stack.__exit__(*error)  # `served_here` adds the end of the server's log to an error
+        self.stack.__exit__(*error)  # `started_server` adds the end of the server's log to an error
 
     def made(self, missing: Mapping[str, list[int]], taught: bool) -> Made:
         if missing:

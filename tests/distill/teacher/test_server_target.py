@@ -21,9 +21,9 @@ from distill.recipe_files import RecipeError
 from distill.teacher import served as module
 from distill.teacher.answers import LocalTarget, note_used, top_logprobs
 from distill.teacher.logged import read_outputs
-from distill.teacher.served import Request, ServedTarget
-from distill.teacher.started_vllm import answering_target
+from distill.teacher.server_target import Request, ServerTarget
 from distill.teacher.store import Store, names_of
+from distill.teacher.vllm_target import answering_target
 from distill.train import run
 from eval import run as evaluation
 from eval.decoding.build import build_decoder
@@ -123,8 +123,8 @@ def stand_in(target):
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch):
-    hurried = ServedTarget.patience.new(total=3, backoff_factor=0.01, backoff_jitter=0.01)
-    monkeypatch.setattr(ServedTarget, "patience", hurried)
+    hurried = ServerTarget.patience.new(total=3, backoff_factor=0.01, backoff_jitter=0.01)
+    monkeypatch.setattr(ServerTarget, "patience", hurried)
     monkeypatch.setattr("distill.teacher.store.ANSWERS_PER_SHARD", 2)
 
 

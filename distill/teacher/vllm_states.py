@@ -28,12 +28,12 @@ from distill.drafters.kind import TargetEnds
 from distill.models import Pair, target_device, target_ends
 from distill.recipe import Recipe
 from distill.teacher.answers import Answerer, AnsweringTarget
-from distill.teacher.served import open_server
-from distill.teacher.started_vllm import StartedVllm
+from distill.teacher.server_target import open_server
 from distill.teacher.states import LocalStates, StateReader
+from distill.teacher.vllm_target import VllmTarget
 from eval.decoding.target import Target
-from eval.engines.local_vllm import serve_vllm
 from eval.engines.server import Server, ServerError
+from eval.engines.start_vllm import serve_vllm
 
 CONNECTOR = Path(__file__).with_name("vllm_connector.py")
 
@@ -48,7 +48,7 @@ def state_reader(
     The vLLM is started if states are missing, and ends with the block.
     """
     nested = pair.target.text_config is not pair.target.config  # not read by `target_ends`
-    if not isinstance(target, StartedVllm) or not recipe.kind.served_states or nested:
+    if not isinstance(target, VllmTarget) or not recipe.kind.states_from_vllm or nested:
         yield LocalStates(load)
         return
     dtype, device = getattr(torch, recipe.dtype), target_device(recipe).replace("auto", "cuda")
@@ -71,7 +71,7 @@ class VllmStates:
     by: ClassVar[Answerer] = "vllm"
     load: Callable[[], TargetEnds]
     pair: Pair
-    answering: StartedVllm
+    answering: VllmTarget
     layers: tuple[int, ...]
     folder: Path
     stack: ExitStack
@@ -115,9 +115,9 @@ class VllmStates:
     def read(self, texts: Sequence[Tensor], layers: Sequence[int]) -> Iterator[Tensor]:
         depth = self.pair.target.text_config.num_hidden_layers
         columns = [self.layers.index(layer) for layer in layers]
-        one = functools.partial(extracted, self.server)
+        states_of_text = functools.partial(extracted, self.server)
         with ThreadPool(min(self.answering.settings.batch_size, len(texts))) as pool:
-            for states in pool.imap(one, texts):
+            for states in pool.imap(states_of_text, texts):
                 read = states[:, columns]
                 if depth in layers:  # vLLM has these before the final norm
                     last = read[:, layers.index(depth)]

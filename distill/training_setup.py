@@ -188,9 +188,9 @@ def optimizer_of(recipe: Recipe, config: SFTConfig, model: nn.Module) -> Any:
             share = FITTED_SHARE if name.startswith(fitted) else 1
             rate = config.learning_rate * share
             groups.setdefault((decay, rate), []).append(p)
-    made, arguments = SFTTrainer.get_optimizer_cls_and_kwargs(config)
+    optimizer_class, arguments = SFTTrainer.get_optimizer_cls_and_kwargs(config)
     parameters = [
         {"params": members, "weight_decay": decay, "lr": rate}
         for (decay, rate), members in groups.items()
     ]
-    return made(parameters, **arguments)
+    return optimizer_class(parameters, **arguments)

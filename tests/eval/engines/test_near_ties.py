@@ -18,10 +18,10 @@ from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.engines.comparison import Comparison
 from eval.engines.contender import Contender, Task, runs_already
-from eval.engines.divergences import WIDEST_TIE, explain
 from eval.engines.llama_cpp import LlamaServer
 from eval.engines.load import WARM_UP, timed_pass
-from eval.engines.served import measure_servers
+from eval.engines.measure import measure_servers
+from eval.engines.near_ties import WIDEST_TIE, explain
 from eval.engines.sglang import SglangServer
 from eval.engines.visits import take_turns, there_and_back
 from eval.engines.vllm import VllmServer

@@ -33,7 +33,7 @@ from eval.decoding.drafters.eagle3 import in_eagle_layout
 from eval.decoding.drafters.formats import formats, longest_draft, published_format
 from eval.decoding.verification import SampleMethod
 from eval.engines.engine_server import Servers, option
-from eval.engines.process import served_here
+from eval.engines.process import started_server
 from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer
 from eval.measuring.environment import cpu_model, gpu_name
@@ -100,12 +100,12 @@ def environment_of(python: Path) -> dict[str, str]:
 
 def speculation(
     draft: str | Path,
-    gamma: int,
+    draft_length: int,
     folder: Path | None = None,
     own_ids: bool = False,
     draft_sample_method: SampleMethod | None = None,
 ) -> list[str]:
-    """The arguments with which a vLLM server drafts `gamma` tokens in each speculation step.
+    """The arguments with which a vLLM server drafts `draft_length` tokens in each speculation step.
 
     draft: a causal LM, a folder in the format of speculators (its config names the method), an
     EAGLE-3 or DFlash draft, Medusa heads, or a key of METHODS. folder: where the draft is now, if
@@ -114,7 +114,7 @@ def speculation(
     Medusa heads, with which vLLM 0.32 always drafts greedily. Raises ServerError for a draft that
     vLLM cannot load.
     """
-    config: dict[str, Any] = {"num_speculative_tokens": gamma}
+    config: dict[str, Any] = {"num_speculative_tokens": draft_length}
     if own := METHODS.get(str(draft)):
         if draft_sample_method and own["method"] == "mtp":
             config["draft_sample_method"] = draft_sample_method
@@ -257,25 +257,25 @@ class VllmServers(Servers):
         return longest_draft(read_json(folder / "config.json"))
 
     def command(
-        self, draft: str, gamma: int, draft_sample_method: SampleMethod | None
+        self, draft: str, draft_length: int, draft_sample_method: SampleMethod | None
     ) -> list[str]:
         folder, own_ids = self.loadable[draft]
         if isinstance(folder, Path):
             if self.scratch in folder.parents:  # a padded copy, which is gone after the measurement
                 return []
             draft = named(draft, folder)
-        drafting = speculation(draft, gamma, Path(folder), own_ids, draft_sample_method)
+        drafting = speculation(draft, draft_length, Path(folder), own_ids, draft_sample_method)
         target = named(self.target.spec, self.target.folder)
         return ["vllm", "serve", target, *self.split, *self.given, *drafting]
 
     @contextmanager
     def serve(
-        self, draft: str, gamma: int, draft_sample_method: SampleMethod | None
+        self, draft: str, draft_length: int, draft_sample_method: SampleMethod | None
     ) -> Iterator[str]:
         folder, own_ids = self.loadable.get(draft, ("", False))
         drafting = []
         if draft:
-            drafting = speculation(folder, gamma, None, own_ids, draft_sample_method)
+            drafting = speculation(folder, draft_length, None, own_ids, draft_sample_method)
         log = self.scratch / "log"
         with serve_vllm(self.target.folder, *drafting, *self.arguments, log_file=log) as address:
             second = SECOND_RUNNER in log.read_text(encoding="utf-8", errors="replace")
@@ -290,9 +290,9 @@ def named(spec: str, folder: Path) -> str:
 
 def computed_dtype(arguments: Sequence[str], target: PreTrainedConfig) -> str:
     """The dtype in which vLLM computes: `--dtype`, else the checkpoint's; fp32 becomes bf16."""
-    given = option(arguments, "auto", "--dtype")
-    dtype = str(target.dtype).removeprefix("torch.") if given == "auto" else given
-    if given == "auto" and dtype == "float32":
+    named_dtype = option(arguments, "auto", "--dtype")
+    dtype = str(target.dtype).removeprefix("torch.") if named_dtype == "auto" else named_dtype
+    if named_dtype == "auto" and dtype == "float32":
         return "bfloat16"
     return {"None": "auto", "half": "float16", "float": "float32"}.get(dtype, dtype)
 
@@ -350,7 +350,7 @@ def tensor_parallel(gpus: int, target: PreTrainedConfig, drafts: Iterable[Path] 
 def serve_vllm(
     target: str | Path, *arguments: str, log_file: Path | None = None, **variables: str
 ) -> Iterator[str]:
-    """The address of a vLLM server of the target, as in `served_here`.
+    """The address of a vLLM server of the target, as in `started_server`.
 
     arguments: of vLLM. variables: more environment variables. Raises EngineMissing, and ServerError
     if the server does not start.
@@ -361,6 +361,6 @@ def serve_vllm(
     command += ["--model", str(target), "--served-model-name", "target"]
     # all files are local, so the server needs no network; it sends no statistics either
     private = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
-    given = cpu_variables() | environment_of(python) | private | variables
-    with served_here("vLLM", [*command, *arguments], given, log_file) as address:
+    all_variables = cpu_variables() | environment_of(python) | private | variables
+    with started_server("vLLM", [*command, *arguments], all_variables, log_file) as address:
         yield address
