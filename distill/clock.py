@@ -46,7 +46,8 @@ HERE, IN_ENGINE = Shares(1 / 3, 0.72, 1.0), Shares(0.27, 0.55, 0.7)
 class Clock:
     """Seconds that a run has taken, with the time before interruptions.
 
-    training: the second at which training began; None before. Within the clock's `with` block the
+    training: the second at which training began; None before. ending: seconds that training takes
+    after its last step. Within the clock's `with` block the
     time is written every KEPT_EVERY seconds, so that a kill loses no more.
     """
 
@@ -57,6 +58,7 @@ class Clock:
         if self.path.exists():
             kept = read_json(self.path)
         self.training: float | None = kept["training"]
+        self.ending = 0.0
         # starting Python and importing packages is part of the run's time
         age = time.time() - psutil.Process().create_time()
         self.start = time.monotonic() - age - kept["seconds"]
@@ -116,7 +118,7 @@ class Clock:
                     f"Warning: training has {max(0.0, end - self.training):.0f} of its "
                     f"{planned:.0f} seconds, because earlier stages took longer; raise minutes."
                 )
-        allowed = max(1.0, end - self.training)
+        allowed = max(1.0, end - self.ending - self.training)
         return float(from_first(min(1.0, (self.seconds() - self.training) / allowed)))
 
 

@@ -160,7 +160,9 @@ class DraftTrainer:
         settings = {k: v for k, v in settings.items() if isinstance(v, int | float | str)}
         self.accelerator.init_trackers(project, settings, {"wandb": {"name": self.config.run_name}})
         if self.step == 0:
+            began = time.perf_counter()
             self.measure()
+            self.clock.ending = time.perf_counter() - began  # the last measurement takes as long
             if self.recipe.starts_trained and self.measured.sizes:
                 files.save_start(self.recipe.folder, self.plain)
         self.model.train()

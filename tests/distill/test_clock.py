@@ -211,6 +211,15 @@ def test_the_share_of_the_training_that_is_over_survives_a_kill(time, tmp_path):
     assert clock.training_progress() == 1
 
 
+def test_training_leaves_time_for_its_last_measurement(time, tmp_path):
+    clock = Clock(tmp_path, 10.0)
+    time.now = 200.0
+    clock.ending = 110.0  # half of the time until 420 seconds
+    assert clock.training_progress() == 0
+    time.now = 310.0
+    assert clock.training_progress() == 1
+
+
 def test_all_processes_have_the_first_ones_share(time, tmp_path, monkeypatch):
     clock = Clock(tmp_path, 10.0)  # by this process's own clock nothing is over
     monkeypatch.setattr(clock_module, "from_first", lambda own: 1.0)
