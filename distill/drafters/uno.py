@@ -101,8 +101,8 @@ class Uno(DraftKind):
         chains = torch.cat(entries)
         depths = torch.cat([torch.full_like(part, n) for n, part in enumerate(entries, 1)])
         of_slots, of_depths, places = slots(batch, chains, depths)
-        counts = (len(entries[0]), len(chains) - len(entries[0]))
-        return Plan(of_slots, of_depths, places, chains + depths - 1, counts)
+        learned = chains + depths - 1
+        return Plan(of_slots, of_depths, places, learned, tuple(map(len, entries)))
 
     def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
         """The losses are divided by the mean number of random tokens of a position."""

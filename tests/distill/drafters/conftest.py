@@ -32,16 +32,16 @@ def target(tiny_llama):
 
 @pytest.fixture(scope="session")
 def random_draft(target):
-    """random_draft(name, token_ids, layers): a draft of that kind with random matrices."""
+    """random_draft(name, token_ids, layers, max_gamma): a draft of that kind, random matrices."""
 
-    def make(name, token_ids=None, layers=None):
+    def make(name, token_ids=None, layers=None, max_gamma=3):
         kind = kinds()[name]
         read = layers or kind.target_layers(target.model.config.to_dict())
         if name == "mtp":
             config = mtp_config("deepseek_v3", hidden_size=SIZE, vocab_size=VOCAB)
             return to_train(random_head(config, 2), target.decoder.embedding)
         lora = {"lora_r": 4, "lora_alpha": 2}  # a larger one would drown what is read
-        origin = Origin(target, token_ids, [], 1, 3, read, MASK, **lora)
+        origin = Origin(target, token_ids, [], 1, max_gamma, read, MASK, **lora)
         model = kind.initialise(origin).model.float()
         torch.manual_seed(2)
         with torch.no_grad():

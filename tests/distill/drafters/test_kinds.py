@@ -77,6 +77,27 @@ def test_the_loss_of_a_text_hangs_neither_on_padding_nor_on_other_texts(target, 
             torch.testing.assert_close(gradient, alone, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_plan_has_the_tokens_of_drafts_by_their_depth(random_draft, name, training):
+    """A measurement finds by it the position at which each token's draft begins."""
+    batch = batch_of(TEXTS, PROMPTS, seeds=SEEDS)
+    plan = kinds()[name].plan(random_draft(name, max_gamma=5), batch, training)
+    if plan is None:  # first tokens alone
+        return
+    texts, numbers = batch.texts.flatten()[batch.positions], batch.numbers
+    before = range(len(numbers))
+    for depth, learned in enumerate(plan.learned.split(plan.counts)):
+        begins = learned - depth
+        assert len({*begins.tolist()}) == len(begins)
+        assert {*begins.tolist()} <= {*before}  # no token follows one that is not there
+        assert torch.equal(texts[begins], texts[learned])
+        assert torch.equal(numbers[begins] + depth, numbers[learned])
+        before = begins.tolist()
+    assert training or plan.counts[0] == len(numbers)
+    assert plan.counts[2:]
+
+
 def other_texts_are_seen(queries, keys, *rest):
     none = torch.zeros_like
     return sees(
