@@ -28,9 +28,10 @@ from align.errors import UserError
 from align.files import read_json, refuse_unwritable
 from align.machine import free_memory, from_first, join_processes, use_machine, wait_on_host
 from distill.clock import HERE, IN_ENGINE, Clock, answers_in_time
-from distill.dry_run import check_disk, dry_run
+from distill.dry_run import dry_run
 from distill.export import export_draft
 from distill.models import Pair, check_models, open_models, target_loader, with_published_kind
+from distill.needs import states_fit
 from distill.prepare import fitted, prepare_draft, print_coverage
 from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe, load_recipe
@@ -104,7 +105,7 @@ def run_stages(
             if (used := recipe.folder / USED).exists():
                 stored = read_json(used).get("states stored", True)
             elif not recipe.coverage_curve:
-                stored = check_disk(recipe, pair, prompts, target)
+                stored = states_fit(recipe, pair, prompts, target)
         claim_folder(recipe, pair, prompts, target)
         clock.keep()
     if target is not None:

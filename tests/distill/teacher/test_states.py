@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from align.files import read_json
-from distill import dry_run, train, trainer
+from distill import needs, train, trainer
 from distill.checkpoint import last_checkpoint
 from distill.models import check_models, open_models, target_loader
 from distill.prompt_sets import collect_prompts
@@ -62,14 +62,14 @@ def test_those_of_a_batch_are_computed_as_they_are_stored(begun, packed):
 def test_without_space_on_the_disk_each_step_computes_them(job, tmp_path, monkeypatch):
     computed, losses = Mock(wraps=computed_states), {}
     monkeypatch.setattr(trainer, "computed_states", computed)
-    monkeypatch.setattr(dry_run, "CHECKPOINT", 0)
+    monkeypatch.setattr(needs, "CHECKPOINT", 0)
     for name in ("stored", "computed"):
         monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / name))
         keys = {"draft": None, "drafter": "eagle3", "fit_tokens": 1, "max_steps": 6}
         recipe = job(tmp_path / name / "run", **keys, logging_steps=1, save_steps=3)
         if name == "computed":  # and it stays so for the run
             with monkeypatch.context() as patch:
-                patch.setattr(dry_run, "free_bytes", lambda _: 7_000)
+                patch.setattr(needs, "free_bytes", lambda _: 7_000)
                 patch.setattr(train, "distil_draft", Mock(side_effect=KeyboardInterrupt))
                 with pytest.raises(KeyboardInterrupt):
                     train.run(recipe)
