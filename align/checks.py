@@ -1,8 +1,8 @@
 """The comparison of two vocabularies, and what is wrong with a pair.
 
 A finding has a fix. All differences without effect on the output are one finding, TOK-017. Three
-codes are raised elsewhere: 000 and 013 (align/checkpoint.py) when files are read, 015
-(eval/decoding/drafters/compact.py) at loading.
+codes are raised elsewhere: 000 and 013 (align/checkpoint.py) when files are read, 015 (compact.py
+and drafter.py in eval/decoding/drafters) at loading.
 """
 
 from __future__ import annotations

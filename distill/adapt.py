@@ -262,6 +262,7 @@ def training_recipe(args: AdaptOptions, served: Path, work: Path) -> Recipe:
         "eval_prompts": str(work / "test.jsonl"),
         "max_eval_prompts": run["max_eval_prompts"] or EVALUATED,
         "long_prompts": "drop",
+        "engine": None,  # the gate decides by the reference decoder, or by --gate
     }
     work.mkdir()
     path = work / "recipe.yaml"

@@ -54,11 +54,11 @@ class Clock:
     def __init__(self, folder: Path, minutes: float | None, shares: Shares = HERE) -> None:
         """minutes: the run's time budget; None: the recipe's counts alone limit the run."""
         self.path, self.minutes, self.shares = folder / CLOCK, minutes, shares
-        kept: dict[str, Any] = {"seconds": 0.0, "training": None}
+        kept: dict[str, Any] = {"seconds": 0.0, "training": None, "ending": 0.0}
         if self.path.exists():
-            kept = read_json(self.path)
+            kept |= read_json(self.path)
         self.training: float | None = kept["training"]
-        self.ending = 0.0
+        self.ending: float = kept["ending"]
         # starting Python and importing packages is part of the run's time
         age = time.time() - psutil.Process().create_time()
         self.start = time.monotonic() - age - kept["seconds"]
@@ -91,7 +91,8 @@ class Clock:
     def keep(self) -> None:
         """Write the time that the run has taken. Call it after `claim_folder`."""
         if PartialState().is_main_process:
-            write_json(self.path, {"seconds": self.seconds(), "training": self.training})
+            times = {"seconds": self.seconds(), "training": self.training, "ending": self.ending}
+            write_json(self.path, times)
 
     def stage(self, name: str) -> None:
         """Print the name of a stage that begins, with the time."""

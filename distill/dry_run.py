@@ -28,7 +28,7 @@ from distill.teacher.vllm_target import answering_target
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
 from eval.engines.forecast import forecast_gains, print_gains
-from eval.engines.start_vllm import VllmServers
+from eval.engines.start_vllm import VllmLauncher
 from eval.measuring import metrics
 from eval.measuring.cost import break_even_acceptance_rate, ceiling_speedup
 from eval.measuring.timing import step_costs
@@ -111,7 +111,7 @@ def print_gain_in_vllm(recipe: Recipe, pair: Pair, prompts: PromptSet, draft: st
     draft: the folder of a draft of the same shape as the run's.
     """
     forecast = forecast_gains(
-        VllmServers,
+        VllmLauncher,
         pair.target,
         {recipe.kind_name: draft},
         sorted({1, recipe.gamma or recipe.max_gamma}),

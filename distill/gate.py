@@ -41,7 +41,8 @@ def lower_bound(recent: Sequence[Report]) -> float:
         half * float(stdtrit(freedom * times, FALSE_PUBLICATIONS) / stdtrit(freedom, 0.975))
         for half, freedom, times in parts
     ]
-    return fmean(speedup.mean for speedup in speedups) - math.hypot(*halves) - start(recent[0])
+    mean = fmean(speedup.mean for speedup in speedups)
+    return mean - math.hypot(*halves) - start_margin(recent[0])
 
 
 def undecided(recent: Report) -> bool:
@@ -55,7 +56,7 @@ def undecided(recent: Report) -> bool:
     return recent.starts is not None and shown and lower_bound([recent]) <= 0
 
 
-def start(report: Report) -> float:
+def start_margin(report: Report) -> float:
     """What a server start may change in the served draft's speed-up, besides the intervals."""
     if report.engine == REFERENCE or report.starts:
         return 0.0
@@ -120,4 +121,4 @@ def losses(report: Report) -> dict[Load, float]:
         for load in new
     }
     most[ONE_AT_A_TIME] = -report.stated_speedup(gain).bounds[0]
-    return {load: (start(report) + loss) / served[load].mean for load, loss in most.items()}
+    return {load: (start_margin(report) + loss) / served[load].mean for load, loss in most.items()}

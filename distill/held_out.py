@@ -150,7 +150,8 @@ class HeldOut:
         """
         self.passed = bisect.bisect_right(MEASURED_AT, progress)
         self.measurements[latest.step] = latest
-        kept = self.best or latest
+        kept = self.best
+        assert kept is not None
         if PartialState().is_main_process:
             written = {
                 "groups": [prompt.group for prompt in self.prompts],

@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 
 from distill.drafters.batch import TrainingBatch
 from distill.drafters.kind import DraftKind
-from distill.drafters.layers import compute_trained, plain_layers, whole
+from distill.drafters.layers import give_layer_forward, plain_layers, whole
 from distill.losses import LossFunction, acceptance, head_logits, head_loss, rows_at_once
 
 
@@ -41,7 +41,7 @@ def give_loss_forward(model: PreTrainedModel, kind: DraftKind, divergence: LossF
         return ModelOutput(loss=head_loss(states, weight, *cached, divergence, factors))
 
     model.forward = forward
-    compute_trained(model)
+    give_layer_forward(model)
 
 
 def take_loss_forward(model: PreTrainedModel) -> None:

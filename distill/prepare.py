@@ -75,7 +75,7 @@ def _initialised(
         Origin(
             target,
             token_ids,
-            [] if answers is None else list(fitted(recipe, answers)),
+            [] if answers is None else list(fit_outputs(recipe, answers)),
             recipe.num_draft_layers,
             recipe.max_gamma,
             pair.layers,
@@ -143,6 +143,6 @@ def domain_mass(answers: Iterable[CachedAnswer], vocab_size: int) -> Tensor:
     return mass
 
 
-def fitted(recipe: Recipe, answers: Answers) -> Answers:
+def fit_outputs(recipe: Recipe, answers: Answers) -> Answers:
     """The outputs of the least-squares initialisation: the first ones."""
     return answers.until(recipe.fit_tokens)

@@ -116,7 +116,9 @@ class Recipe:
     loss: LossName | Literal["auto"] = _key(
         "function of losses.py; auto: by temperature", "auto", group="training"
     )
-    held_out_prompts: AtLeastNone = _key("held out to choose the best weights; at most 1 in 20", 32)
+    held_out_prompts: AtLeastNone = _key(
+        "held out to choose the best weights; at most 1 in 20, of a trained draft 1 in 5", 32
+    )
     early_stopping_patience: Count | None = _key("end after N measurements without a new best", 5)
     teacher_temperature: UpToOne = _key("below 1 sharpens the target: p ** (1 / value)", 1.0)
     tokens_per_step: Count | None = _key("tokens of a step's texts; null: 2048, GPU: 8192", None)
@@ -148,7 +150,7 @@ class Recipe:
 
     @property
     def sibling(self) -> str | None:
-        """`draft` if it is a language model; None if it reads the target's states."""
+        """`draft` if it is a language model; None without one, or if it reads states."""
         return self.draft if self.kind.language_model else None
 
     @property
@@ -211,7 +213,7 @@ _TRAINING: list[tuple[Any, str]] = [
     (Annotated[int, Field(ge=2)], "save_total_limit"),  # the latest may be cut short by a kill
     (bool, "use_cpu bf16 fp16 tf32 disable_tqdm"),
     (Schedule, "lr_scheduler_type"),
-    (Literal["steps", "epoch", "no", "best"], "save_strategy"),
+    (Literal["steps", "epoch", "no"], "save_strategy"),  # the best weights are always saved
     (Text, "optim resume_from_checkpoint run_name project"),
     (Text | list[str], "report_to"),
 ]

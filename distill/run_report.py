@@ -1,4 +1,4 @@
-"""Measure base and distilled draft on the same prompts, in this process."""
+"""Measure a run's drafts on the same prompts, in this process and in vLLM."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def in_engine(recipe: Recipe) -> bool:
 def evaluate_in_engine(recipe: Recipe, report: Report, clock: Clock, folder: Path) -> Report | None:
     """Write and return vLLM's report on the target alone, n-gram speculation and the draft.
 
-    A report that is whole is kept. None if vLLM fails. report: of the reference decoder, whose
-    draft lengths are used.
+    Also on the base draft, unless it was made from the target. A report that is whole is kept.
+    None if vLLM fails. report: of the reference decoder, whose draft lengths are used.
     """
     if (engine_report := whole_report(folder, recipe)) is not None:
         return engine_report

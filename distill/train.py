@@ -32,7 +32,7 @@ from distill.dry_run import dry_run
 from distill.export import export_draft
 from distill.models import Pair, check_models, open_models, target_loader, with_published_kind
 from distill.needs import states_fit
-from distill.prepare import fitted, prepare_draft, print_coverage
+from distill.prepare import fit_outputs, prepare_draft, print_coverage
 from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe, load_recipe
 from distill.run_folder import (
@@ -127,7 +127,7 @@ def run_stages(
                 return 0
             if main_process:
                 note_used(recipe.folder, answers, stored)
-            first = fitted(recipe, answers)
+            first = fit_outputs(recipe, answers)
             texts = Answers(target.store, answers.names + held_out.names) if stored else first
             cache_states({pair.layers: texts, pair.fit_layers: first}, reader)
         clock.stage("Prepare the base draft")
@@ -142,9 +142,9 @@ def run_stages(
         del reader
         free_memory()
         clock.stage("Distil the draft")
-        trained = answers, held_out, prompts.held_out, clock
+        outputs = answers, held_out, prompts.held_out
         computes_states = None if stored else load_target
-        distilled = distil_draft(recipe, pair, prepared, *trained, computes_states)
+        distilled = distil_draft(recipe, pair, prepared, *outputs, clock, computes_states)
         load_target.cache_clear()
         free_memory()  # trainer and optimiser refer to each other
         if distilled is not None:
@@ -233,7 +233,7 @@ def answered(
     def first_with_states(count: int) -> Answers:
         answers = first(count)
         if in_rounds:
-            fit = fitted(recipe, answers)
+            fit = fit_outputs(recipe, answers)
             cache_states(
                 {pair.layers: answers if states_stored else fit, pair.fit_layers: fit}, reader
             )

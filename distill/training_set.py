@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distill.drafters.batch import WIDTH, Plan, TrainingBatch, text_starts
+from distill.drafters.batch import MULTIPLE, Plan, TrainingBatch, text_starts
 from distill.losses import sharpen
 from distill.teacher.store import Answers, Store, name_of
 
@@ -132,7 +132,7 @@ class TrainingSet:
             rows, width = 1, max(share, sum(sizes))
         else:
             rows, width = len(sizes), max(sizes)
-        width += -width % WIDTH
+        width += -width % MULTIPLE
         starts = text_starts(sizes, width, self.packed)
         input_ids, position_ids = torch.zeros(2, rows * width, dtype=torch.long)
         texts = torch.full_like(input_ids, -1)

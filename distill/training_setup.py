@@ -21,7 +21,7 @@ from trl import SFTConfig, SFTTrainer
 
 from align.machine import from_first, usual_dtype
 from distill.checkpoint import last_checkpoint, launch_of
-from distill.drafters.kind import WIDTH, DraftKind
+from distill.drafters.kind import RATED_WIDTH, DraftKind
 from distill.recipe import Recipe
 from distill.recipe_files import RecipeError
 
@@ -33,7 +33,7 @@ warnings.filterwarnings(
 TRAINED_RATES = (5e-5, 2e-4)  # of a sibling (careful guesses): full fine-tuning, LoRA
 LEAST_CONTINUED = 1e-5
 WARMUP = 0.1  # share of the steps of a draft that was trained before
-LORA_RATE = 5e-3  # of a new draft of hidden size WIDTH
+LORA_RATE = 5e-3  # of a new draft of hidden size RATED_WIDTH
 FITTED_SHARE = 0.1  # factor on the rate of least-squares-initialised weights (docs/lab-notes.md)
 WAIT = 7 * 24 * 3600  # seconds of waiting for a process; the launcher notices a dead one
 
@@ -54,15 +54,16 @@ def usual_rate(recipe: Recipe, width: int) -> float:
     lower than that, so the exponent is 2 (docs/lab-notes.md).
     """
     kind, trained = recipe.kind, TRAINED_RATES[recipe.use_peft]
-    fall = min(1, WIDTH / width) ** 2
+    fall = min(1, RATED_WIDTH / width) ** 2
     if recipe.starts_trained:
-        head = max(LEAST_CONTINUED, continued_rate(kind, kind.rate * fall))
-        return trained if kind.language_model else head
+        if kind.language_model:
+            return trained
+        return max(LEAST_CONTINUED, continued_rate(kind, kind.rate * fall))
     new, least = (LORA_RATE, trained) if recipe.use_peft else (kind.rate, kind.least_rate)
     return max(least, new * fall)
 
 
-def training_config(recipe: Recipe, width: int = WIDTH) -> SFTConfig:
+def training_config(recipe: Recipe, width: int = RATED_WIDTH) -> SFTConfig:
     """The recipe's SFTConfig. width: the draft's hidden size.
 
     Raises RecipeError for values that transformers refuses, a tracker that is not installed, and a

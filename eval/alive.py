@@ -70,7 +70,7 @@ QUANTISED = "quantization_config"
 LENGTH = 4  # drafted tokens of a step
 DECODED = {"gamma": (LENGTH,), "max_prompts": len(QUESTIONS), "max_new_tokens": 48}
 FEWEST = 64  # tokens that tell 0.1 and 0.3 apart
-FLOOR = 0.1  # least acceptance above chance of a living head in its domain
+LEAST_ABOVE_CHANCE = 0.1  # least acceptance above chance of a living head in its domain
 GAIN, LEVEL = 0.03, 1e-4  # least difference that is named, and its rate of false alarms
 CARD = re.compile(r"Acceptance rate in the reference decoder.*?distilled draft (0\.\d+)")
 
@@ -250,11 +250,11 @@ def check(args: AliveOptions) -> dict[str, Any]:
         for step in range(run.whole_blocks)
     ]
     accepted, by_chance = outputs.accepted(drafter), outputs.chance(drafter)
-    rate, floor = float(accepted.float().mean()), float(by_chance.float().mean())
+    rate, by_luck = float(accepted.float().mean()), float(by_chance.float().mean())
     by_position = [sum(n > i for n, _ in steps) / max(1, len(steps)) for i in range(LENGTH)]
     result: dict[str, Any] = {
         "acceptance": rate,
-        "chance": floor,
+        "chance": by_luck,
         "tokens": len(accepted),
         "tokens_per_step": sum(emitted for _, emitted in steps) / max(1, len(steps)),
         "per_position": by_position,
@@ -262,7 +262,7 @@ def check(args: AliveOptions) -> dict[str, Any]:
 
     # 2. Comparison with what is stated, and with the server.
     faults, remarks = list[str](), list[str]()
-    weak, few = rate - floor < FLOOR, len(accepted) < FEWEST
+    weak, few = rate - by_luck < LEAST_ABOVE_CHANCE, len(accepted) < FEWEST
     dead = not few and (not more(accepted, by_chance) or bool(weak and own_prompts))
     if args.run:
         stated = reported(args.run, outputs)

@@ -24,14 +24,14 @@ from align.files import read_json
 from eval.chat_template import LongPrompts
 from eval.decoding.drafters import LOOKUP
 from eval.decoding.verification import SampleMethod
-from eval.engines.engine_server import Servers
-from eval.engines.llama_cpp import LlamaServers
+from eval.engines.engine_server import Launcher
+from eval.engines.llama_cpp import LlamaLauncher
 from eval.engines.load import GOODPUT, PASSES
 from eval.engines.measure import CLIENTS
-from eval.engines.start_vllm import VllmServers
+from eval.engines.start_vllm import VllmLauncher
 from eval.reporting.fields import Load
 
-STARTED: dict[str, type[Servers]] = {"vllm": VllmServers, "llama.cpp": LlamaServers}
+STARTED: dict[str, type[Launcher]] = {"vllm": VllmLauncher, "llama.cpp": LlamaLauncher}
 IN_PROCESS = ["torch", "transformers"]
 ENGINES = [*IN_PROCESS, *(client.engine for client in CLIENTS)]
 

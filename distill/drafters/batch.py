@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-WIDTH = 64  # divides T and Q: a step of a new shape leaves memory in oneDNN (losses.rounded)
+MULTIPLE = 64  # divides T and Q: a step of a new shape leaves memory in oneDNN (losses.rounded)
 
 
 class Plan(NamedTuple):
@@ -136,7 +136,7 @@ def slots(batch: TrainingBatch, anchors: Tensor, depths: Tensor) -> tuple[Tensor
         pad_sequence([values[member] for member in members], True, filler)
         for values, filler in ((anchors, -1), (depths, 0))
     ]
-    padding = (0, -most % WIDTH + most - tables[0].shape[1])
+    padding = (0, -most % MULTIPLE + most - tables[0].shape[1])
     of_anchors, of_depths = (
         torch.nn.functional.pad(table, padding, value=filler)
         for table, filler in zip(tables, (-1, 0), strict=True)

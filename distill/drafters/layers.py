@@ -78,7 +78,7 @@ def plain_layers(model: PreTrainedModel) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, tuple(PLAIN))]
 
 
-def compute_trained(model: PreTrainedModel) -> None:
+def give_layer_forward(model: PreTrainedModel) -> None:
     """Give PLAIN layers `layer_forward`. `loss_forward.take_loss_forward` undoes this."""
     layers = plain_layers(model)
     for layer in layers:
@@ -93,7 +93,7 @@ def trained_states(
     attention: Callable[..., Tensor],
     trained: Tensor,
 ) -> Tensor:
-    """The last states of the trained tokens [M, H] of a model after `compute_trained`.
+    """The last states of the trained tokens [M, H] of a model after `give_layer_forward`.
 
     x: the embedded tokens [B, K, H]. attention: an `Attention`, or a function like one. trained:
     indices of the flattened tokens [M].

@@ -64,7 +64,7 @@ class VllmStates:
     """States of `layers` from a vLLM of the target; its files are in `folder` until they are read.
 
     load: returns what is read of the checkpoint, after the server has ended, because both take
-    memory of a GPU. answering: the target's answers to the same prompts, whose vLLM has ended.
+    memory of a GPU. answering: generated the outputs for the same prompts; its vLLM has ended.
     stack: ends the server.
     """
 

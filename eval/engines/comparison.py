@@ -337,7 +337,7 @@ class Comparison:
                 self._keep(contender, stage, number, timed_pass(engine, load_pass, self.decoding))
         except ServerError as error:
             failure = ServerError(f"{doing}: {error}")
-            if not engine.answers():
+            if not engine.is_up():
                 raise failure from None
             left_out = self._first(stage, number)
             contender.failed[stage, number] = str(error if left_out else failure)

@@ -63,7 +63,7 @@ class Engine(Protocol):
         plain: the greedy output of this engine, which has no draft. position: of the divergence.
         """
 
-    def answers(self) -> bool:
+    def is_up(self) -> bool:
         """Whether the engine still runs, after an error."""
 
     def logprob(self, output: Output) -> float | str:

@@ -63,7 +63,7 @@ class EngineServer(Server, Engine, Judge, ABC):
         outputs = plain.run.tokens, with_draft.greedy.run.tokens
         return explain(self, with_draft.reading, plain.prompt_ids, outputs, position)
 
-    def answers(self) -> bool:
+    def is_up(self) -> bool:
         """As in `Engine`, by its list of models."""
         try:
             return bool(self.text("/v1/models", AT_ONCE))
@@ -151,7 +151,7 @@ class EngineServer(Server, Engine, Judge, ABC):
         )
 
 
-def option(arguments: Sequence[str], default: T, *names: str) -> T:
+def option_value(arguments: Sequence[str], default: T, *names: str) -> T:
     """The value of an option of these names among a program's arguments; the last one counts.
 
     It has the default's type; another value ends the command with status 2.
@@ -163,7 +163,7 @@ def option(arguments: Sequence[str], default: T, *names: str) -> T:
 
 
 @dataclass(eq=False)
-class Servers(ABC):
+class Launcher(ABC):
     """An engine's servers of a target on this machine.
 
     client: of a server. program: finds the engine's program; raises UserError if there is none.

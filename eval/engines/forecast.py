@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from align.checkpoint import Checkpoint
 from eval.decoding.loop import Decoding
-from eval.engines.engine_server import EngineServer, Servers
+from eval.engines.engine_server import EngineServer, Launcher
 from eval.engines.load import WARM_UP, Pass, TimedPass, timed_pass
 from eval.engines.measure import PATIENCE, machine_of
 from eval.engines.server import ServerError
@@ -127,7 +127,7 @@ def timed_step(
 
 
 def forecast_gains(
-    engine: type[Servers],
+    launcher_type: type[Launcher],
     target: Checkpoint,
     drafts: Mapping[str, str],
     gammas: Sequence[int],
@@ -147,22 +147,24 @@ def forecast_gains(
     decoding = replace(decoding, max_new_tokens=new, ignore_eos=True)
     asked = repeating(prompts, text_of)
     positions = context_length(prompts.ids, new, max(gammas)) + SEAMS
-    positions = min(positions, engine.longest(target))
+    positions = min(positions, launcher_type.longest(target))
     slots = max(load.concurrency for load in loads)
     method = None if decoding.sampling.greedy else decoding.draft_sample_method
     with tempfile.TemporaryDirectory() as scratch:
-        servers = engine(target, drafts.values(), Path(scratch), positions, slots, arguments)
-        if servers.unreadable:
-            raise ServerError("; ".join(servers.unreadable.values()))
-        machine, plain, gains = machine_of(servers), dict[Load, Step](), list[Gain]()
+        launcher = launcher_type(
+            target, drafts.values(), Path(scratch), positions, slots, arguments
+        )
+        if launcher.unreadable:
+            raise ServerError("; ".join(launcher.unreadable.values()))
+        machine, plain, gains = machine_of(launcher), dict[Load, Step](), list[Gain]()
         served = [("", "", 0)] + [
             (name, draft, length)
             for name, draft in drafts.items()
-            for length in servers.lengths(draft, gammas)
+            for length in launcher.lengths(draft, gammas)
         ]
         for name, draft, length in tqdm(served, desc="step times", unit="server"):
-            with servers.serve(draft, length, method) as url:
-                server = servers.client(url, PATIENCE)
+            with launcher.serve(draft, length, method) as url:
+                server = launcher.client(url, PATIENCE)
                 machine["engine_version"] = server.version
                 for load in loads:
                     step = timed_step(server, asked, load, decoding)

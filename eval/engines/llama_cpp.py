@@ -29,7 +29,7 @@ from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import SampleMethod
 from eval.engines.contender import Output
 from eval.engines.conversation import chat_request, json_schema
-from eval.engines.engine_server import EngineServer, Servers, option
+from eval.engines.engine_server import EngineServer, Launcher, option_value
 from eval.engines.near_ties import TOP, Logprobs
 from eval.engines.process import started_server
 from eval.engines.server import ServerError
@@ -186,14 +186,14 @@ def printed(program: Path, argument: str) -> str:
 def devices(program: Path, arguments: Sequence[str]) -> list[tuple[str, str]]:
     """The GPUs that a llama-server with these arguments uses, as (id, model name)."""
     usual, most = (os.environ.get(f"LLAMA_ARG_{name}", "") for name in ("DEVICE", "N_GPU_LAYERS"))
-    wanted = option(arguments, usual, "--device", "-dev").split(",")
-    layers = option(arguments, most, "--n-gpu-layers", "--gpu-layers", "-ngl")
+    wanted = option_value(arguments, usual, "--device", "-dev").split(",")
+    layers = option_value(arguments, most, "--n-gpu-layers", "--gpu-layers", "-ngl")
     listed = printed(program, "--list-devices")
     gpus = re.findall(r"^ +(\w+): (.+) \([1-9]\d* MiB", listed, re.M)  # BLAS has 0 MiB
     return [gpu for gpu in gpus if layers != "0" and (wanted == [""] or gpu[0] in wanted)]
 
 
-class LlamaServers(Servers):
+class LlamaLauncher(Launcher):
     """llama-servers of a target on this machine.
 
     A Hugging Face checkpoint is written as GGUF: the target in its own dtype, drafts as DRAFT_KIND.
@@ -232,12 +232,12 @@ class LlamaServers(Servers):
     @staticmethod
     def longest(target: Checkpoint) -> int:
         if target.gguf_kind is None:
-            return Servers.longest(target)
+            return Launcher.longest(target)
         return int(value_of(target.source, "ARCH.context_length"))
 
     def lengths(self, draft: str, gammas: Sequence[int]) -> Sequence[int]:
         """n-grams alone have one length, because a match costs no draft step."""
-        length = option(self.given, NGRAM_DRAFT, "--spec-ngram-simple-size-m")
+        length = option_value(self.given, NGRAM_DRAFT, "--spec-ngram-simple-size-m")
         return [length] if draft == LOOKUP else super().lengths(draft, gammas)
 
     def longest_draft(self, draft: str) -> int | None:
@@ -248,7 +248,7 @@ class LlamaServers(Servers):
     def command(
         self, draft: str, draft_length: int, draft_sample_method: SampleMethod | None
     ) -> list[str]:
-        """As in Servers; checkpoints are named as GGUF files, which `align.to_gguf` writes."""
+        """As in Launcher; checkpoints are named as GGUF files, which `align.to_gguf` writes."""
         model = None
         if draft != LOOKUP:
             model = as_gguf(self.opened[draft]), self.files[draft][1]

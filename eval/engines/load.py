@@ -38,7 +38,7 @@ GAPS = 100  # times between requests whose mean is exactly that of the rate
 WARM, STEADY = 3, 10  # mean latencies before requests count, and while they count, at a rate
 # A server that is not steady after so many of its first latencies, or that has so many requests in
 # flight (vLLM's largest default of max_num_seqs), may be overloaded.
-PATIENCE, MOST_IN_FLIGHT = 25, 1024
+FIRST_LATENCIES, MOST_IN_FLIGHT = 25, 1024
 GROWS, T_OF_GROWTH = 0.2, 4.54  # share of the mean in flight; t of a slope, 99% of 3 freedoms
 GOODPUT = ("ttft", "tpot", "e2el")  # names of limits, as in `vllm bench serve --goodput`
 
@@ -157,7 +157,7 @@ def window_of(starts: Sequence[float], seconds: Sequence[float], fewest: int) ->
     if last < len(took) and not np.isnan(took[first:last]).any():
         return Window(first, last)
     now, unloaded = begins[-1], done[: BATCHES * AT_RATE].mean()
-    if not PATIENCE * unloaded < now < (WARM + STEADY) * latency:
+    if not FIRST_LATENCIES * unloaded < now < (WARM + STEADY) * latency:
         return None
     counts = _in_flight(begins, took, np.linspace(now / 2, now, BATCHES + 1))
     return Window(len(took) // 2, len(took) - 1, True) if _grows(counts) else None
@@ -243,7 +243,8 @@ def _at_rate(
             seconds.append(math.nan)
             futures.append(threads.submit(counted, len(starts) - 1, prompt))
     requests, counts = zip(*[future.result() for future in futures], strict=True)
-    return requests, counts, window or Window(0, 0)
+    assert window is not None  # else a request has failed
+    return requests, counts, window
 
 
 def overload(pairs: Sequence[tuple[TimedPass, TimedPass]]) -> dict[str, Any] | None:

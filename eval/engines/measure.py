@@ -26,7 +26,7 @@ from align.errors import UserError, masked_arguments
 from eval.decoding.drafters import LOOKUP
 from eval.engines.comparison import Comparison
 from eval.engines.contender import Contender, Output, Task, runs_already
-from eval.engines.engine_server import EngineServer, Servers
+from eval.engines.engine_server import EngineServer, Launcher
 from eval.engines.llama_cpp import LlamaServer
 from eval.engines.load import WARM_UP
 from eval.engines.server import PATIENT, Server, ServerError
@@ -146,7 +146,7 @@ def measure_servers(
 
 
 def measure_started(
-    engine: type[Servers],
+    launcher_type: type[Launcher],
     target: Checkpoint,
     drafts: Mapping[str, str],
     gammas: Sequence[int],
@@ -172,18 +172,20 @@ def measure_started(
         )
         for prompt in prompts.prompts
     )
-    positions = min(positions, engine.longest(target))
+    positions = min(positions, launcher_type.longest(target))
     slots = max([1, *(load.concurrency or SLOTS for load in task.loads)])
     with tempfile.TemporaryDirectory() as scratch:
-        servers = engine(target, drafts.values(), Path(scratch), positions, slots, arguments)
-        if servers.unreadable.keys() >= {*drafts.values()}:
-            raise ServerError("; ".join(servers.unreadable.values()))
-        machine = machine_of(servers)
+        launcher = launcher_type(
+            target, drafts.values(), Path(scratch), positions, slots, arguments
+        )
+        if launcher.unreadable.keys() >= {*drafts.values()}:
+            raise ServerError("; ".join(launcher.unreadable.values()))
+        machine = machine_of(launcher)
         method = None if decoding.sampling.greedy else decoding.draft_sample_method
-        # The lengths of prompts, drafts and loads change `servers.arguments`, and no result.
+        # The lengths of prompts, drafts and loads change `launcher.arguments`, and no result.
         shared = [
-            engine.__name__,
-            servers.installed,
+            launcher_type.__name__,
+            launcher.installed,
             [*arguments],
             machine["server_variables"],
             target.spec,
@@ -195,14 +197,14 @@ def measure_started(
         def serving(
             draft: str = "", draft_length: int = 0, name: str = "target"
         ) -> Iterator[EngineServer]:
-            if draft in servers.unreadable:
-                raise ServerError(servers.unreadable[draft])
-            with servers.serve(draft, draft_length, method) as url:
-                server = servers.client(url, PATIENCE)
+            if draft in launcher.unreadable:
+                raise ServerError(launcher.unreadable[draft])
+            with launcher.serve(draft, draft_length, method) as url:
+                server = launcher.client(url, PATIENCE)
                 if idle([_warm_up(server, task)]) and draft not in N_GRAMS | {""}:
                     raise ServerError(IDLE)
                 facts = {"engine_version": server.version}
-                reported.append([json.dumps(shared), name, servers.runner, facts])
+                reported.append([json.dumps(shared), name, launcher.runner, facts])
                 if task.journal:  # for a later process, which may start no server
                     task.journal.add("servers", reported[-1])
                 yield server
@@ -214,17 +216,17 @@ def measure_started(
             for longer, draft_length in enumerate(
                 [ngram_gamma]
                 if ngram_gamma and draft == LOOKUP
-                else reversed(servers.lengths(draft, gammas))
+                else reversed(launcher.lengths(draft, gammas))
             )
         ]
         contenders = [Contender(serving, identity=shared)]
         for _, draft_length, name, draft in sorted(planned, key=itemgetter(0)):
             named = f"{name}, gamma {draft_length}" if gammas[1:] else name
             facts = _facts(draft, draft_length, draft_length in gammas or draft == LOOKUP)
-            facts["context"] = servers.contexts.get(draft)
-            if draft not in servers.unreadable:
-                facts["serve"] = masked_arguments(servers.command(draft, draft_length, method))
-            identity = [shared, draft, draft_length, _files(servers.opened.get(draft)), method]
+            facts["context"] = launcher.contexts.get(draft)
+            if draft not in launcher.unreadable:
+                facts["serve"] = masked_arguments(launcher.command(draft, draft_length, method))
+            identity = [shared, draft, draft_length, _files(launcher.opened.get(draft)), method]
             contenders.append(
                 Contender(partial(serving, draft, draft_length, named), named, facts, identity)
             )
@@ -240,26 +242,26 @@ def measure_started(
         machine["runners"] = runners or None
     return _report(
         comparison,
-        servers.rule,
+        launcher.rule,
         target=target.spec,
         target_quantization=target.gguf_kind,
-        device=servers.device,
-        dtype=servers.dtype,
+        device=launcher.device,
+        dtype=launcher.dtype,
         environment=machine,
     )
 
 
-def machine_of(servers: Servers) -> dict[str, Any]:
+def machine_of(launcher: Launcher) -> dict[str, Any]:
     """The fields of `Environment` for servers that are started here."""
     variables = {
         name: value
-        for name, value in sorted((servers.variables | os.environ).items())
+        for name, value in sorted((launcher.variables | os.environ).items())
         if CONFIGURES.fullmatch(name)
     }
-    return environment(servers.client.engine, None, torch.device("cpu")) | {
+    return environment(launcher.client.engine, None, torch.device("cpu")) | {
         "threads": None,
-        "hardware": servers.hardware,
-        "server_arguments": masked_arguments(servers.arguments),
+        "hardware": launcher.hardware,
+        "server_arguments": masked_arguments(launcher.arguments),
         "server_variables": variables,
     }
 

@@ -54,8 +54,9 @@ def explain(
     Near-tie: for both servers, the gap between the two tokens is at most twice the judge's error
     and at most WIDEST_TIE; for the judge, every later token of the drafted output is as close to
     the likeliest token. So an output that was not verified is found even if it diverges at a
-    near-tie first. `drafting` cannot make the bounds wider. A divergence is not judged if
-    log-probabilities are missing, or if the output is too short to measure the error.
+    near-tie first. `drafting` cannot make the bounds wider. A token that is not among the TOP
+    likeliest is no near-tie. A divergence is not judged if a server gives no log-probabilities,
+    or if the output is too short to measure the error.
     """
     try:
         written, single = judge.written(prompt, len(outputs[0]))

@@ -32,7 +32,7 @@ from eval.decoding.drafters import LOOKUP, mtp, uno
 from eval.decoding.drafters.eagle3 import in_eagle_layout
 from eval.decoding.drafters.formats import formats, longest_draft, published_format
 from eval.decoding.verification import SampleMethod
-from eval.engines.engine_server import Servers, option
+from eval.engines.engine_server import Launcher, option_value
 from eval.engines.process import started_server
 from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer
@@ -182,7 +182,7 @@ def loadable_draft(draft: Checkpoint, target: Checkpoint, scratch: Path) -> tupl
     return copy, False
 
 
-class VllmServers(Servers):
+class VllmLauncher(Launcher):
     """vLLM servers of a target on this machine.
 
     target, drafts: quantised checkpoints included; drafts as in `speculation`.
@@ -237,7 +237,7 @@ class VllmServers(Servers):
         self.device, self.hardware = "cpu", cpu_model()
         if on_gpus:
             gpus = math.prod(
-                option(self.arguments, 1, f"--{kind}-parallel-size", f"-{kind[0]}p")
+                option_value(self.arguments, 1, f"--{kind}-parallel-size", f"-{kind[0]}p")
                 for kind in ("tensor", "pipeline", "data")
             )
             self.device, self.hardware = "cuda", gpu_name(torch.device("cuda"), gpus)
@@ -290,7 +290,7 @@ def named(spec: str, folder: Path) -> str:
 
 def computed_dtype(arguments: Sequence[str], target: PreTrainedConfig) -> str:
     """The dtype in which vLLM computes: `--dtype`, else the checkpoint's; fp32 becomes bf16."""
-    named_dtype = option(arguments, "auto", "--dtype")
+    named_dtype = option_value(arguments, "auto", "--dtype")
     dtype = str(target.dtype).removeprefix("torch.") if named_dtype == "auto" else named_dtype
     if named_dtype == "auto" and dtype == "float32":
         return "bfloat16"

@@ -115,7 +115,7 @@ class Assisted:
             **options,
         )
 
-    def answers(self) -> bool:
+    def is_up(self) -> bool:
         return True
 
     def read(self, greedy: Output) -> Assisted:

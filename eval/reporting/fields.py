@@ -200,7 +200,7 @@ class DraftReport(Part):
     )
     memory: Memory | None
     payoff: Payoff | None
-    by_load: list[LoadPoint] = Field(default=[], description="if concurrency was measured")
+    by_load: list[LoadPoint] = Field(default=[], description="concurrency and request rates")
     overloads: list[Overload] = Field(default=[], description="request rates of an overload")
     serve: list[str] = Field(
         default=[], description="the command that serves it; empty: not measured in such a server"

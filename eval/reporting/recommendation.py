@@ -82,7 +82,7 @@ def recommended(report: Report, among: Collection[str] | None = None) -> Recomme
     return best if best is None or ngram is None or _beats(report, best, ngram) else ngram
 
 
-def draft_lengths(drafts: Sequence[DraftReport]) -> Schedule:
+def schedule_by_load(drafts: Sequence[DraftReport]) -> Schedule:
     """The draft length by the number of requests at a time; empty if no such load was measured.
 
     drafts: one draft at several lengths. The length is the one with the highest lower bound of the
@@ -122,7 +122,7 @@ def _configurations(report: Report, names: Sequence[str]) -> Iterator[Recommenda
     loads = sorted({*loads_of(report), *overloads} - kept_up)
     schedule: Schedule = []
     if report.engine == "vllm" and all(d.gamma and d.path != UNSCHEDULED for d in drafts.values()):
-        schedule = draft_lengths([*drafts.values()])
+        schedule = schedule_by_load([*drafts.values()])
     if not schedule:
         for name, draft in drafts.items():
             gains = [load for load in draft.speedup_by_load if _bound(report, name, load) > 1]

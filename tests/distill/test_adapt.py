@@ -35,7 +35,7 @@ from distill.recipe_files import read_yaml, yaml_text
 from distill.teacher.logged_rows import WITHOUT_HALF, LeftOut
 from distill.traffic import DAY, Split, digest, read_traffic, rows_of, split, usable
 from eval.decoding.target import load_target
-from eval.engines.start_vllm import VllmServers, serve_vllm, speculation
+from eval.engines.start_vllm import VllmLauncher, serve_vllm, speculation
 from eval.measuring.intervals import Starts
 from eval.measuring.runs import REFERENCE_ONLY
 from eval.prompts import Prompt, write_prompts
@@ -452,7 +452,7 @@ def loop(tmp_path, monkeypatch, reports):
     (run / "recipe.yaml").write_text(dump(build_recipe(recipe)))
     (run / "provenance.json").write_text("{}")
     (run / "vocab_check.json").write_text("{}")
-    monkeypatch.setattr(VllmServers, "program", lambda: None)
+    monkeypatch.setattr(VllmLauncher, "program", lambda: None)
     made = Loop(run, reports)
 
     def rows(args, state, served, now, about):
@@ -551,7 +551,7 @@ def test_an_engine_that_is_not_there_is_missed_before_the_training(loop, monkeyp
     def program():
         raise UserError("There is no vLLM.")
 
-    monkeypatch.setattr(VllmServers, "program", program)
+    monkeypatch.setattr(VllmLauncher, "program", program)
     assert loop.call(*ENGINE) == FAILED
     assert loop.made == 0
 

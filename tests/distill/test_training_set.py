@@ -131,8 +131,8 @@ def test_a_batch_has_one_of_few_widths_and_nothing_is_at_its_end(tmp_path, packe
     for part in islice(data.parts(), 14):
         batch, written = data.batch(part, buffer), [answers[text] for text in part.texts]
         rows = 1 if packed else len(part.texts)
-        assert batch.input_ids.shape == (rows, module.WIDTH)  # 48 tokens are rounded up
-        assert batch.states.shape == (rows, module.WIDTH, 2, 4)
+        assert batch.input_ids.shape == (rows, module.MULTIPLE)  # 48 tokens are rounded up
+        assert batch.states.shape == (rows, module.MULTIPLE, 2, 4)
         assert batch.packed == packed
         for text, answer in enumerate(written):
             here = batch.texts == text

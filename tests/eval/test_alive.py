@@ -258,7 +258,7 @@ def test_low_acceptance_may_be_of_another_domain(target, outputs, good, monkeypa
     keep = torch.arange(PROMPTS * TOKENS) % 8 == 0
     monkeypatch.setattr(alive.Outputs, "chance", lambda *_: torch.zeros_like(keep))
     monkeypatch.setattr(alive.Outputs, "accepted", lambda *args: right(*args) & keep)
-    monkeypatch.setattr(alive, "FLOOR", 0.2)
+    monkeypatch.setattr(alive, "LEAST_ABOVE_CHANCE", 0.2)
     assert check(target, outputs, good, monkeypatch) == alive.INCONCLUSIVE
     assert json.loads(capsys.readouterr().out)["acceptance"] == 0.125
     assert check(target, outputs, good, monkeypatch, prompts="own.jsonl") == alive.DEAD

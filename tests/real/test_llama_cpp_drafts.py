@@ -16,7 +16,7 @@ from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.engines import llama_cpp
-from eval.engines.llama_cpp import LlamaServer, LlamaServers, llama_server
+from eval.engines.llama_cpp import LlamaLauncher, LlamaServer, llama_server
 from eval.prompts import Prompt
 from tests.distill.conftest import TEXTS
 from tests.siblings import LARGE, save_sibling
@@ -65,7 +65,7 @@ def test_a_draft_that_reads_states(drafter, keys, tmp_path, distilled, monkeypat
     draft = str(distilled("run", drafter=drafter, max_steps=150, **keys))
     (tmp_path / "gguf").mkdir()
     spec = str(tmp_path / "target")
-    servers = LlamaServers(
+    servers = LlamaLauncher(
         Checkpoint.open(spec), [draft, LOOKUP_FIRST + draft], tmp_path / "gguf", 200, 1, ()
     )
     assert not servers.unreadable

@@ -2,7 +2,7 @@
 
 import torch
 
-from distill.drafters.batch import WIDTH, TrainingBatch
+from distill.drafters.batch import MULTIPLE, TrainingBatch
 
 
 def batch_of(texts, prompts, states=None, seeds=None, packed=True, top=3):
@@ -11,7 +11,7 @@ def batch_of(texts, prompts, states=None, seeds=None, packed=True, top=3):
     Packed texts are in one row; else each has its own.
     """
     longest = sum(map(len, texts)) if packed else max(map(len, texts))
-    width, rows = -(-longest // WIDTH) * WIDTH, 1 if packed else len(texts)
+    width, rows = -(-longest // MULTIPLE) * MULTIPLE, 1 if packed else len(texts)
     ids, numbers = torch.zeros(2, rows * width, dtype=torch.long)
     of_text = torch.full((rows * width,), -1)
     read = None if states is None else torch.zeros(rows * width, *states[0].shape[1:])

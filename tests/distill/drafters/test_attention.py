@@ -5,7 +5,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from distill.drafters.attention import BESIDE, NO_TEXT, Attention, Marks, rotated, sees
-from distill.drafters.batch import WIDTH
+from distill.drafters.batch import MULTIPLE
 from distill.drafters.layers import rotary_of
 
 HEADS, KEYS, SIZE = 6, 2, 8
@@ -79,9 +79,9 @@ def test_texts_that_are_not_in_order_and_rows_are_computed_the_same():
 
 
 def test_nothing_of_the_size_of_the_scores_is_kept():
-    length = 40 * WIDTH
-    texts = torch.arange(40).repeat_interleave(WIDTH)[None]
-    of = Marks.of_texts(texts, torch.arange(WIDTH).repeat(40)[None])
+    length = 40 * MULTIPLE
+    texts = torch.arange(40).repeat_interleave(MULTIPLE)[None]
+    of = Marks.of_texts(texts, torch.arange(MULTIPLE).repeat(40)[None])
     q, k, v = (torch.randn(1, heads, length, SIZE, requires_grad=True) for heads in (4, 2, 2))
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, id):

@@ -19,8 +19,8 @@ from eval.engines.llama_cpp import (
     BACKEND_SAMPLING,
     NO_POLLING,
     PROGRAM,
+    LlamaLauncher,
     LlamaServer,
-    LlamaServers,
     drafting,
     llama_server,
 )
@@ -173,7 +173,9 @@ def test_the_hardware_is_the_servers(
     save_sibling(tmp_path / "target", LARGE, 1)
     (tmp_path / "scratch").mkdir()
     target, scratch = str(tmp_path / "target"), tmp_path / "scratch"
-    servers = LlamaServers(Checkpoint.open(target), ["prompt-lookup"], scratch, 9, 1, given.split())
+    servers = LlamaLauncher(
+        Checkpoint.open(target), ["prompt-lookup"], scratch, 9, 1, given.split()
+    )
     assert (servers.device, servers.hardware) == (device, hardware)
     assert servers.of_models == [*NO_POLLING, BACKEND_SAMPLING] * (device == "cpu")
 
@@ -229,7 +231,7 @@ def test_checkpoints_are_written_for_a_server(tmp_path, monkeypatch, program, st
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     task = Task(PromptSet("", PROMPTS, [[1, 2, 3]] * 2), GREEDY)
     report = measure_started(
-        LlamaServers, Checkpoint.open(tmp_path / "target"), drafts, [1, 8], task
+        LlamaLauncher, Checkpoint.open(tmp_path / "target"), drafts, [1, 8], task
     )
     lengths = {name: draft.gamma for name, draft in report.drafts.items()}
     assert lengths == {"lookup, gamma 6": 6} | {
@@ -269,7 +271,7 @@ def test_a_users_arguments_have_priority(tmp_path, program):
     (tmp_path / "scratch").mkdir()
     given = ["--spec-ngram-simple-size-m", "12"]
     target = str(tmp_path / "target")
-    servers = LlamaServers(
+    servers = LlamaLauncher(
         Checkpoint.open(target), ["prompt-lookup"], tmp_path / "scratch", 9, 1, given
     )
     [length] = servers.lengths("prompt-lookup", [1, 8])
@@ -287,7 +289,7 @@ def test_a_written_dflash_draft_whose_mask_is_no_token_of_the_target(tmp_path, p
     write_gguf(Checkpoint.open(draft), Path(written), "f16", tmp_path / "large.gguf")
     for name in ("small", "large"):
         target = str(tmp_path / f"{name}.gguf")
-        servers = LlamaServers(Checkpoint.open(target), [written], tmp_path / "scratch", 9, 1, [])
+        servers = LlamaLauncher(Checkpoint.open(target), [written], tmp_path / "scratch", 9, 1, [])
         assert ("mask token" in servers.unreadable.get(written, "")) == (name == "small")
 
 
@@ -302,7 +304,7 @@ def test_a_target_whose_states_no_draft_gets(tmp_path, program):
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "scratch").mkdir()
     drafts = [str(draft), written, f"lookup-first:{written}", str(tmp_path / "model")]
-    servers = LlamaServers(
+    servers = LlamaLauncher(
         Checkpoint.open(tmp_path / "model"), drafts, tmp_path / "scratch", 9, 1, []
     )
     assert {*servers.unreadable} == {*drafts[:3]}
@@ -337,7 +339,7 @@ def test_a_real_server(monkeypatch):
     asked = [Prompt(text, messages=[{"role": "user", "content": text}]) for text in texts]
     drafts = {"lookup": "prompt-lookup", "own": TARGET, "both": f"lookup-first:{TARGET}"}
     task = Task(PromptSet("", asked, [[1] * 99] * 2), GREEDY)
-    report = measure_started(LlamaServers, Checkpoint.open(TARGET), drafts, [3], task)
+    report = measure_started(LlamaLauncher, Checkpoint.open(TARGET), drafts, [3], task)
     for draft in report.drafts.values():
         assert draft.lossless.identical + draft.lossless.tie_divergences == 2
     counters = report.drafts["own"].counters

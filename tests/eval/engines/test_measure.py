@@ -25,7 +25,7 @@ from eval.engines import measure, start_vllm
 from eval.engines.contender import Output, Task
 from eval.engines.measure import measure_servers, measure_started
 from eval.engines.server import TIMEOUT, ServerError
-from eval.engines.start_vllm import VllmServers, computed_dtype
+from eval.engines.start_vllm import VllmLauncher, computed_dtype
 from eval.engines.vllm import VllmServer
 from eval.measuring.journal import JOURNAL, Journal
 from eval.measuring.runs import AT_LONGEST, Speculation
@@ -421,7 +421,7 @@ def start(monkeypatch):
     def replaced(make=lambda config: FakeVllm(step=config["num_speculative_tokens"])):
         starter = Starter(lambda config: FakeVllm() if config is None else make(config))
         monkeypatch.setattr(start_vllm, "serve_vllm", starter.serve)
-        monkeypatch.setattr(VllmServers, "program", staticmethod(lambda: Path("env/bin/python")))
+        monkeypatch.setattr(VllmLauncher, "program", staticmethod(lambda: Path("env/bin/python")))
         return starter
 
     return replaced
@@ -557,7 +557,7 @@ def test_what_the_installed_vllm_cannot_serve_is_known_before_a_start(
     """0.33 has no Medusa; its second model runner cuts the context to a draft model's."""
     starter = start(lambda config: FakeVllm(step=3))
     python = tmp_path / "env" / "bin" / "python"
-    monkeypatch.setattr(VllmServers, "program", staticmethod(lambda: python))
+    monkeypatch.setattr(VllmLauncher, "program", staticmethod(lambda: python))
     if version:
         packages = tmp_path / "env" / "lib" / "python3.12" / "site-packages"
         (packages / f"vllm-{version}+cpu.dist-info").mkdir(parents=True)
@@ -593,7 +593,7 @@ def test_a_vllm_for_gpus_beside_a_torch_for_cpus_is_refused(
     """It would be given the options of a CPU, and a report would name the CPU."""
     starter = start()
     python = tmp_path / "env" / "bin" / "python"
-    monkeypatch.setattr(VllmServers, "program", staticmethod(lambda: python))
+    monkeypatch.setattr(VllmLauncher, "program", staticmethod(lambda: python))
     packages = tmp_path / "env" / "lib" / "python3.12" / "site-packages"
     (packages / f"{build}.dist-info").mkdir(parents=True)
     assert command(prompts, tmp_path, *pair[:4], "--gamma", "2") == status
@@ -730,7 +730,7 @@ def test_there_is_room_for_later_turns_in_any_script(tmp_path, start):
     for prompt in (alone, turns):
         task = replace(ONE_PROMPT, prompts=PromptSet("", [prompt], [[1]]))
         measure_started(
-            VllmServers, Checkpoint.open(tmp_path / "target"), {"own": "prompt-lookup"}, [2], task
+            VllmLauncher, Checkpoint.open(tmp_path / "target"), {"own": "prompt-lookup"}, [2], task
         )
     lengths = [int(a[a.index("--max-model-len") + 1]) for _, a, _ in starter.started]
     assert lengths[-1] - lengths[0] == 3 * 9 + measure.TEMPLATE + SHORT.max_new_tokens
@@ -748,7 +748,7 @@ def test_no_draft_is_asked_for_more_than_it_was_made_for(tmp_path, start):
         (tmp_path / name / "config.json").write_text(json.dumps(shape | more))
     drafts = {name: str(tmp_path / name) for name in ("dflash", "medusa", "pard", "own")}
     report = measure_started(
-        VllmServers, Checkpoint.open(tmp_path / "target"), drafts, [4, 8], ONE_PROMPT
+        VllmLauncher, Checkpoint.open(tmp_path / "target"), drafts, [4, 8], ONE_PROMPT
     )
     lengths = {Path(c["model"]).name: set() for _, _, c in starter.started if c}
     for config in (config for _, _, config in starter.started if config):
@@ -793,7 +793,7 @@ def draft_in_vllm(start, target, draft, look=Path):
         return FakeVllm(step=3)
 
     start(make)
-    measure_started(VllmServers, Checkpoint.open(target), {"tuned": draft}, [4], ONE_PROMPT)
+    measure_started(VllmLauncher, Checkpoint.open(target), {"tuned": draft}, [4], ONE_PROMPT)
     return found[0]
 
 
@@ -835,7 +835,7 @@ def test_a_dflash_draft_whose_layers_share_no_k_norm_is_not_measured_on_a_cpu(
     starter = start(lambda config: FakeVllm(step=3))
     drafts = {"lookup": "prompt-lookup", "head": str(draft)}
     report = measure_started(
-        VllmServers, Checkpoint.open(tmp_path / "target"), drafts, [2], ONE_PROMPT
+        VllmLauncher, Checkpoint.open(tmp_path / "target"), drafts, [2], ONE_PROMPT
     )
     methods = {config["method"] for _, _, config in starter.started if config}
     assert methods == ({"ngram"} if several else {"ngram", "dflash"})
@@ -843,7 +843,7 @@ def test_a_dflash_draft_whose_layers_share_no_k_norm_is_not_measured_on_a_cpu(
     if several:
         with pytest.raises(ServerError, match="k_norm"):
             measure_started(
-                VllmServers,
+                VllmLauncher,
                 Checkpoint.open(tmp_path / "target"),
                 {"head": str(draft)},
                 [2],
@@ -857,7 +857,7 @@ def test_a_gguf_target_is_named_with_its_quantisation(tmp_path, start):
     start(lambda config: FakeVllm(step=3))
     drafts = {"lookup": "prompt-lookup"}
     report = measure_started(
-        VllmServers, Checkpoint.open(tmp_path / "t.gguf"), drafts, [2], ONE_PROMPT
+        VllmLauncher, Checkpoint.open(tmp_path / "t.gguf"), drafts, [2], ONE_PROMPT
     )
     assert report.target_named.endswith("t.gguf (GGUF Q8_0)")
 
@@ -879,7 +879,7 @@ def test_a_branch_of_the_hub_that_moved_is_measured_anew(tmp_path, start, monkey
         task = replace(ONE_PROMPT, journal=Journal(tmp_path / "measured.jsonl"))
         drafts = {"lookup": "prompt-lookup"}
         target = Checkpoint.open("org/target")
-        told = measure_started(VllmServers, target, drafts, [2], task).environment
+        told = measure_started(VllmLauncher, target, drafts, [2], task).environment
         assert told.engine_version  # also if no server is started
         return not starter.started
 
@@ -905,7 +905,7 @@ def test_vllm_maps_the_ids_of_a_draft_that_has_its_own(tmp_path, start, rows, ow
         path.write_text(json.dumps(tokenizer))
     starter = start(lambda config: FakeVllm(step=3))
     drafts = {"lookup": "prompt-lookup", "own": str(tmp_path / "draft")}
-    measure_started(VllmServers, Checkpoint.open(tmp_path / "target"), drafts, [2], ONE_PROMPT)
+    measure_started(VllmLauncher, Checkpoint.open(tmp_path / "target"), drafts, [2], ONE_PROMPT)
     configs = [config for _, _, config in starter.started if config]
     mapped = {c["method"]: c.get("use_heterogeneous_vocab", False) for c in configs}
     assert mapped == {"ngram": False, "draft_model": own_ids}

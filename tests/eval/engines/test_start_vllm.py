@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from align.checkpoint import Checkpoint
 from eval.decoding.drafters.formats import DraftFormat
 from eval.engines import process, start_vllm
-from eval.engines.engine_server import option
+from eval.engines.engine_server import option_value
 from eval.engines.server import API_KEY, ServerError
 from eval.engines.start_vllm import (
     VLLM_PYTHON,
@@ -309,10 +309,10 @@ def test_drafts_are_served_one_at_a_time(tmp_path, monkeypatch):
 
 def test_the_last_value_of_an_option_counts():
     names = "--tensor-parallel-size", "-tp"
-    assert option(["--port", "8", "-tp", "2", "--tensor-parallel-size=4"], 1, *names) == 4
-    assert option(["--tensor-parallel", "2"], 1, *names) == 1
+    assert option_value(["--port", "8", "-tp", "2", "--tensor-parallel-size=4"], 1, *names) == 4
+    assert option_value(["--tensor-parallel", "2"], 1, *names) == 1
     with pytest.raises(SystemExit, match="2"):
-        option(["-tp", "two"], 1, *names)
+        option_value(["-tp", "two"], 1, *names)
 
 
 # --- Where the Python that has vLLM is looked for

@@ -41,7 +41,7 @@ class Simulated:
     def read(self, greedy):
         return None
 
-    def answers(self):
+    def is_up(self):
         return False
 
 

@@ -28,7 +28,7 @@ from eval.reporting.fields import (
 )
 from eval.reporting.files import write_report
 from eval.reporting.page import render_page, waterfall
-from eval.reporting.recommendation import draft_lengths, recommended
+from eval.reporting.recommendation import recommended, schedule_by_load
 from eval.reporting.tables import details, load_table, result_table
 from eval.reporting.text import print_summary, render_markdown
 from eval.reporting.verdict import in_order, top, verdict
@@ -594,7 +594,7 @@ def test_the_length_to_serve_with_at_each_load(by_load, lowest_of, ranges):
         f"mine, gamma {length}": {load: (low, low + 0.2) for load, low in lowest.items()}
         for length, lowest in lowest_of.items()
     }
-    assert draft_lengths([*by_load(drafts).drafts.values()]) == ranges
+    assert schedule_by_load([*by_load(drafts).drafts.values()]) == ranges
 
 
 def test_drafts_are_shown_by_their_names(run_info, measurement):
