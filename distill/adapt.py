@@ -155,7 +155,7 @@ def served_draft(run: Path) -> Path:
     if not current.is_symlink():
         check_files(run)
         with atomic_folder(run / HOME / "drafts" / FIRST) as folder:
-            shutil.copytree(run / "draft", folder, dirs_exist_ok=True)
+            shutil.copytree(run / "draft", folder, symlinks=True, dirs_exist_ok=True)
         atomic_link(current, f"drafts/{FIRST}")
     return current.resolve()
 
@@ -244,8 +244,8 @@ def training_recipe(args: AdaptOptions, served: Path, work: Path) -> Recipe:
     """The recipe of the run in `work` that continues from the served draft."""
     run = read_yaml(args.run / "recipe.yaml")
     values = {key: run[key] for key in KEPT if key in run}
-    if run["draft"] is None:  # the run's learning rate was for new weights
-        earlier, rate = build_recipe(run), run.get("learning_rate")
+    earlier, rate = build_recipe(run), run.get("learning_rate")
+    if not earlier.starts_trained:  # the run's learning rate was for new weights
         if rate is None:
             width = Checkpoint.open(run["target"]).text_config.hidden_size
             rate = usual_rate(earlier, width)

@@ -137,7 +137,7 @@ def served_draft_length(reports: Sequence[Report], weights: set[str]) -> tuple[i
             for name, draft in report.drafts.items()
             if draft.gamma
             and (
-                (draft.sha256 in weights and draft.serves_alone)
+                (draft.sha256 in weights and not draft.not_in_vllm)
                 or name_and_length(name)[0] == "tuned"
             )
         }

@@ -93,6 +93,12 @@ def judged(recent: Sequence[Report], earlier: Report | None, margin: float) -> t
     for report, prompts in (*on_recent, (earlier, "the earlier prompts")):
         if gain.draft in report.broken:
             return REFUSED, f"the new draft changes the target's outputs on {prompts}."
+        new_loads, served_loads = (report.speedups(name) for name in (gain.draft, gain.over))
+        if lacking := [str(load) for load in served_loads if load not in new_loads]:
+            return REFUSED, (
+                f"on {prompts}, with {lacking[0]}, the new draft is overloaded or fails, and the "
+                "served one does not."
+            )
         for load, loss in losses(report).items():
             if loss > margin and (load != ONE_AT_A_TIME or report is earlier):
                 return REFUSED, (
@@ -119,6 +125,7 @@ def losses(report: Report) -> dict[Load, float]:
             new[load].mean - new[load].bounds[0], served[load].bounds[1] - served[load].mean
         )
         for load in new
+        if load in served  # else the served draft is overloaded or fails there
     }
     most[ONE_AT_A_TIME] = -report.stated_speedup(gain).bounds[0]
     return {load: (start_margin(report) + loss) / served[load].mean for load, loss in most.items()}

@@ -257,7 +257,8 @@ def target_loader(
     the draft's context is shorter, and if a GPU is smaller than the target.
     """
     dtype, device = getattr(torch, recipe.dtype), target_device(recipe)
-    ids = prompts.evaluation.ids + prompts.training.ids + prompts.tuning.ids
+    sets = prompts.evaluation, prompts.training, prompts.tuning, prompts.held_out
+    ids = [row for prompt_set in sets for row in prompt_set.ids]
     new = max(recipe.max_new_tokens, recipe.answer_max_new_tokens)
     needed = context_length(ids, new, recipe.max_gamma)
     if recipe.draft is not None and not recipe.remote_target:

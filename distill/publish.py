@@ -172,9 +172,8 @@ def publish(
 def copy_draft(run: Path, place: Path, reports: Sequence[Report], publication: Publication) -> None:
     """Copy the run's draft to `place`, with a model card; the folder appears whole."""
     with atomic_folder(place) as folder:
-        # links to the target's own files
-        links = shutil.ignore_patterns(SERVED)
-        shutil.copytree(run / "draft", folder, ignore=links, dirs_exist_ok=True)
+        # `SERVED` has links to the target's own files
+        shutil.copytree(run / "draft", folder, symlinks=True, dirs_exist_ok=True)
         write_card(folder, run, reports, publication)
 
 
@@ -207,7 +206,11 @@ def push_folder(folder: Path, repo_id: str, public: bool) -> str:
                 f"settings on the Hub, {remedy}, or name another repository"
             )
         api.upload_folder(
-            repo_id=repo_id, folder_path=folder, commit_message="Draft model", delete_patterns=OURS
+            repo_id=repo_id,
+            folder_path=folder,
+            commit_message="Draft model",
+            ignore_patterns=[f"{SERVED}/*"],
+            delete_patterns=OURS,
         )
     except UserError:
         raise

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from align.errors import UserError
 from align.files import atomic_file, read_json, remove, write_json
 from align.vocab_map import VOCAB_MAP, save_map
-from distill.checkpoint import BEST, OPTIMIZER, last_checkpoint, launch_of, mark_complete
+from distill.checkpoint import OPTIMIZER, last_checkpoint, launch_of, mark_complete
 from distill.models import Pair
 from distill.prompt_sets import Prompts, keep_prompts
 from distill.recipe import Recipe, chosen_loss, dump
@@ -51,8 +51,13 @@ def refuse_another_run(recipe: Recipe) -> None:
         detail = "; ".join(f"{k}: {written.get(k)!r} -> {asked.get(k)!r}" for k in changed)
         raise RecipeError(
             f"{recipe.folder} has a run of another recipe ({detail}). Give this run another "
-            "--name; it will use the cached outputs."
+            f"{named_by(recipe)}; it will use the cached outputs."
         )
+
+
+def named_by(recipe: Recipe) -> str:
+    """The option that decides the run's folder."""
+    return "--output_dir" if recipe.output_dir else "--name"
 
 
 @contextmanager
@@ -98,7 +103,7 @@ def claim_folder(
     if changed := [name for name in claimed if claimed[name] != models.get(name, claimed[name])]:
         raise RecipeError(
             f"{folder} was started with another {' and '.join(changed)} than the recipe's models "
-            "have now; restore these, or give this run another --name."
+            f"have now; restore these, or give this run another {named_by(recipe)}."
         )
     write_json(path, claimed | models)
     if pair.vocab_map is not None and not (folder / VOCAB_MAP).exists():
@@ -133,7 +138,8 @@ def provenance(recipe: Recipe, prompts: Prompts) -> dict[str, Any]:
 def delete_training_state(folder: Path) -> None:
     """Delete the files of a finished run that only further training needs.
 
-    Both drafts stay, and the weights and marker of the last checkpoint.
+    Both drafts stay, and what makes `draft/` again: the weights and marker of the last checkpoint,
+    and the best weights.
     """
     last = last_checkpoint(folder)
     for checkpoint in folder.glob("checkpoint-*"):
@@ -142,4 +148,3 @@ def delete_training_state(folder: Path) -> None:
     if last is not None:
         mark_complete(last, str(launch_of(last)), last / OPTIMIZER)
         remove(last / OPTIMIZER)
-    remove(folder / BEST)

@@ -72,7 +72,8 @@ def evaluate(
             measured = _measured_here(recipe, pair, prompts, load(), clock, made_by, journal)
             report = build_report(*measured)
             kept = folder / BASE_KEPT
-            if not kept.exists() and (reason := shown_loss(report, curve is not None)):
+            comparable = not becomes_parallel(recipe, pair) and not kept.exists()
+            if comparable and (reason := shown_loss(report, curve is not None)):
                 keep_base(recipe, pair, reason)
                 report = build_report(*with_base_only(*measured))
             update: dict[str, Any] = {"held_out": curve}
@@ -124,7 +125,10 @@ def evaluate_in_engine(recipe: Recipe, report: Report, clock: Clock, folder: Pat
     if recipe.minutes is not None:
         options += ["--minutes", f"{max(SHORTEST, clock.left(1.0) / 60):.2f}"]
     os.environ.pop("WORLD_SIZE", None)  # the run's other processes have ended
-    status = run.main(options, summary=False)
+    try:
+        status = run.main(options, summary=False)
+    except SystemExit as refused:  # a key of the recipe that vLLM has not
+        status = int(refused.code or 0)
     if status == INTERRUPTED:
         raise KeyboardInterrupt
     if status:
@@ -200,12 +204,21 @@ def shown_loss(report: Report, followed: bool) -> str | None:
     return None
 
 
+def becomes_parallel(recipe: Recipe, pair: Pair) -> bool:
+    """Whether the sibling drafts token by token, and the distilled draft all tokens in one pass.
+
+    Such a step emits fewer tokens and costs less, so tokens a step do not compare them.
+    """
+    sibling = recipe.sibling is not None and recipe.kind.has_mask
+    return sibling and "pard_token" not in pair.draft.config_json
+
+
 def keep_base(recipe: Recipe, pair: Pair, reason: str) -> None:
     """Make `draft/` the base draft, which was trained before this run and has no trimmed head."""
     print(f"draft/ is the base draft: {reason}")
-    write_json(recipe.folder / BASE_KEPT, {"reason": reason})
     base = read_prepared(recipe, pair)
     export_draft(recipe, pair, base, base.model.float(), None)
+    write_json(recipe.folder / BASE_KEPT, {"reason": reason})  # after a kill it is compared again
 
 
 def with_base_only(run: RunLog, drafts: list[DraftLog]) -> tuple[RunLog, list[DraftLog]]:

@@ -202,7 +202,8 @@ class DraftTrainer:
         # with fp16 a norm may be infinite because of the factor on the loss, which then changes
         skipped = ~torch.isfinite(norm if self.accelerator.scaler is None else loss)
         self.optimizer.optimizer.found_inf = skipped.float()  # a fused optimiser reads it
-        if self.optimizer.optimizer.defaults.get("fused") or not skipped.item():
+        skips = self.accelerator.scaler or self.optimizer.optimizer.defaults.get("fused")
+        if skips or not skipped.item():
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.loss += loss.masked_fill(skipped, 0)
@@ -346,6 +347,7 @@ class DraftTrainer:
         if checkpoint is None:
             if PartialState().is_main_process:
                 remove(self.recipe.folder / files.BEST)  # of a training without a checkpoint
+            self.clock.training = None  # the schedule begins anew, in the time that is left
             return
         if (launch := files.launch_of(checkpoint)) != self.launch:
             raise RecipeError(

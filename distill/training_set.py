@@ -40,19 +40,23 @@ class Part(NamedTuple):
     weight: float
 
 
-def packed_steps(sizes: Sequence[int], tokens: int, order: Sequence[int]) -> list[list[int]]:
+def packed_steps(
+    sizes: Sequence[int], tokens: int, order: Sequence[int], packed: bool = True
+) -> list[list[int]]:
     """The texts of each step, up to `tokens` each; a longer text is a step of its own.
 
     sizes: tokens of each text. order: indices of texts. A step takes the next text that fits.
+    packed: False: each text has a row, whose padding counts.
     """
     waiting, steps = list(reversed(order)), list[list[int]]()
     while waiting:
         step, place = [waiting.pop()], 1
-        room = tokens - sizes[step[0]]
+        total = widest = sizes[step[0]]
         while place <= min(LOOKED_AT, len(waiting)):
-            if sizes[waiting[-place]] <= room:
+            size = sizes[waiting[-place]]
+            if total + size <= tokens and (packed or (len(step) + 1) * max(widest, size) <= tokens):
                 step.append(waiting.pop(-place))
-                room -= sizes[step[-1]]
+                total, widest = total + size, max(widest, size)
             else:
                 place += 1
         steps.append(step)
@@ -101,7 +105,7 @@ class TrainingSet:
         """The texts of each step of an epoch."""
         generator = torch.Generator().manual_seed(self.seed + 1_000_003 * epoch)
         order = torch.randperm(len(self.sizes), generator=generator).tolist()
-        return packed_steps(self.sizes, self.tokens_per_step, order)
+        return packed_steps(self.sizes, self.tokens_per_step, order, self.packed)
 
     def parts(self, step: int = 0, epoch: int = 0, number: int = 0) -> Iterator[Part]:
         """This process's parts, without end, from the step of this number in the epoch."""

@@ -43,7 +43,7 @@ def continued_rate(kind: DraftKind, rate: float) -> float:
 
     Higher rates gain as much on new text and lose more on the old.
     """
-    return rate / (3 if kind.language_model else 10)
+    return rate / 3 if kind.language_model else max(LEAST_CONTINUED, rate / 10)
 
 
 def usual_rate(recipe: Recipe, width: int) -> float:
@@ -58,7 +58,7 @@ def usual_rate(recipe: Recipe, width: int) -> float:
     if recipe.starts_trained:
         if kind.language_model:
             return trained
-        return max(LEAST_CONTINUED, continued_rate(kind, kind.rate * fall))
+        return continued_rate(kind, kind.rate * fall)
     new, least = (LORA_RATE, trained) if recipe.use_peft else (kind.rate, kind.least_rate)
     return max(least, new * fall)
 

@@ -198,6 +198,8 @@ class RunOptions(Options):
             yield f"{measured} renders whole prompts; give --long_prompts drop, or other --prompts"
         if self.loads and self.starts and self.starts < PASSES:
             yield f"a load needs {PASSES} starts; omit --starts {self.starts}"
+        if self.loads and self.minutes:
+            yield "--minutes limits one request at a time, not loads; omit --minutes, or the loads"
         if len(self.gamma) > 1 and not started:
             yield f"{measured} takes one --gamma, not {', '.join(map(str, self.gamma))}"
         if self.goodput and not self.loads:

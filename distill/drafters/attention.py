@@ -174,7 +174,8 @@ def _places(texts: Tensor, count: int) -> tuple[Tensor | slice, list[int]]:
     flat = texts.flatten()
     padding, *counts = (flat + 1).bincount(minlength=count + 1).tolist()
     tokens = len(flat) - padding
-    if bool((flat[: tokens - 1] <= flat[1:tokens]).all()) and (flat[:tokens] >= 0).all():
+    first = flat[:tokens]
+    if bool((first[:-1] <= first[1:]).all()) and bool((first >= 0).all()):
         return slice(0, tokens), counts  # already so, and a slice copies nothing
     return flat.sort(stable=True).indices[padding:], counts
 

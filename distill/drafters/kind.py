@@ -96,8 +96,9 @@ class DraftKind:
     `Pruned`. made_from: what a draft can be made from. language_model: whether the draft is a
     causal LM, which may have adapters, another tokenizer, a GGUF file; if it is made from the
     target, it keeps the first num_draft_layers layers. rate: the usual learning rate of a new draft
-    of hidden size RATED_WIDTH, without LoRA; a wider draft has a lower rate (`usual_rate`), at least
-    least_rate. warmup: its steps until the whole rate; a training of fewer never has it. fitted_weights: beginnings of
+    of hidden size RATED_WIDTH, without LoRA; a wider draft has a lower rate (`usual_rate`), at
+    least least_rate. warmup: its steps until the whole rate; a training of fewer never has it.
+    fitted_weights: beginnings of
     the names of least-squares-initialised weights, which need a lower rate. has_mask: whether the
     draft reads a token that occurs in no text (`Origin.mask`). added_modules: names of the modules
     that are added to a language model and are trained in full with LoRA, too. targets: types of the

@@ -53,7 +53,7 @@ class Medusa(DraftKind):
         """Heads equal to the target's head, then fitted, in fp32; or published heads."""
         if origin.published is not None:
             config = origin.target.model.config.get_text_config()
-            return Draft(*load_heads(origin.published, origin.embedding, config))
+            return Draft(*load_heads(origin.published, origin.embedding, config, tuned=True))
         head = origin.head()
         model = MedusaModel(
             MedusaConfig(

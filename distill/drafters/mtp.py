@@ -33,6 +33,7 @@ from distill.drafters.kind import Config, Draft, DraftKind, Origin
 from eval.decoding.drafters.compact import COMPACT
 from eval.decoding.drafters.mtp import (
     ARCHITECTURE,
+    EMBED,
     HEAD,
     LAYER,
     NORMED,
@@ -40,6 +41,7 @@ from eval.decoding.drafters.mtp import (
     joined,
     load_mtp,
     outputs,
+    place_of,
     stored_name,
 )
 from eval.decoding.recurrent import HYBRID
@@ -63,7 +65,8 @@ class Mtp(DraftKind):
         folder = origin.published or target.checkpoint.folder
         config = target.model.config.get_text_config()
         embedding = origin.embedding
-        return Draft(to_train(load_mtp(folder, embedding, origin.head(), config), embedding))
+        model = load_mtp(folder, embedding, origin.head(), config, tuned=True)
+        return Draft(to_train(model, embedding))
 
     def save(self, folder: Path, draft: Draft, embedding: Tensor, target: Checkpoint) -> None:
         config, source = copy.deepcopy(target.text_config), target.folder
@@ -77,6 +80,11 @@ class Mtp(DraftKind):
             elif name.startswith(LAYER):
                 place = stored_name(name.removeprefix(LAYER), config)
                 tensors |= {place: stored} if place in files else split_experts(place, stored)
+        # a copy of the embedding, which a fine-tuning may have left as it was
+        for name in files:
+            layer_part = place_of(name, config)
+            if layer_part is not None and layer_part[1] == EMBED:
+                tensors[name] = embedding
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         config.architectures = [ARCHITECTURE]

@@ -103,7 +103,7 @@ class Log:
             return "of another model or temperature"
         if not usual.all():
             return "edited, or tokenised otherwise than emitted"
-        if ended and comparison.log_q[-1].exp() * size < ENDS:
+        if ended and comparison.log_q[-1].exp() * max(size, 1) < ENDS:
             return "cut off"
         return None
 

@@ -35,7 +35,7 @@ from eval.engines.load import (
 from eval.engines.near_ties import not_judged
 from eval.engines.server import ServerError
 from eval.engines.visits import JUDGE, OUTPUTS, TIMED, Conversations, Visit, Work
-from eval.measuring.evaluation import decoding_facts, prompt_facts
+from eval.measuring.evaluation import decoding_facts, prompt_facts, reaching
 from eval.measuring.intervals import FEWEST_CLUSTERS, Starts
 from eval.measuring.journal import Journal
 from eval.measuring.output_check import divergence
@@ -64,9 +64,7 @@ class Comparison:
         task: Task,
         text_of: Callable[[list[int]], str] = lambda ids: f"token {ids[0]}" if ids else "end",
     ) -> None:
-        """contenders: the baseline first. text_of: the text of one token id, or of no id if an
-        output ends.
-        """
+        """contenders: the baseline first. text_of: of one token id, or of none: an output ends."""
         self.contenders, (self.baseline, *self.drafting) = contenders, contenders
         self.task, self.text_of = task, text_of
         conversations = [turns_of(prompt) for prompt in task.prompts.prompts]
@@ -80,6 +78,7 @@ class Comparison:
         self.decoding = task.decoding
         self.greedy = replace(task.decoding, sampling=Sampling())
         self.unread = ""  # why the sampled outputs were not read
+        self.fewest = reaching(self.prompts, FEWEST_CLUSTERS)  # prompts that give an interval
         # prompts at which a contender may fail before it is given up
         self.most_failures = max(1, int(FAILED_SHARE * self.count))
         # prompts for which there is time, and when the first visit ends
@@ -289,7 +288,7 @@ class Comparison:
     def _cut(self, visit: Visit, stage: str, number: int) -> None:
         """Leave out this prompt and the later ones if the time of the first visit is over."""
         first = visit.contender == 0 and self._first(stage, number)
-        at_start = first and number == self.turns[number][0] and number >= FEWEST_CLUSTERS
+        at_start = first and number == self.turns[number][0] and number >= self.fewest
         if at_start and time.monotonic() > self.first_ends:
             self.in_time = min(self.in_time, number)
 
@@ -391,7 +390,10 @@ class Comparison:
                 if not entry["judged"]:
                     plain, with_draft = self.baseline.outputs[i].greedy, contender.outputs[i]
                     entry |= {"judged": True}
-                    entry |= engine.explain(plain, with_draft, entry["position"], self.greedy)
+                    if self.prompts[i].response_format:
+                        entry |= not_judged("log-probabilities do not know the response_format")
+                    else:
+                        entry |= engine.explain(plain, with_draft, entry["position"], self.greedy)
                     self._keep(contender, DIVERGENCES, i, entry)
 
     def _unread(self) -> list[tuple[Contender, int]]:

@@ -213,7 +213,8 @@ def timed_pass(server: Any, asked: Pass, decoding: Decoding) -> TimedPass:
 def warm_up(server: Any, asked: Pass, decoding: Decoding) -> None:
     """A short batch, because a GPU's first batches compile kernels."""
     batch = asked._replace(load=Load(concurrency=asked.edge), prompts=asked.prompts[: asked.edge])
-    timed_pass(server, batch, replace(decoding, max_new_tokens=WARM_UP))
+    most = min(WARM_UP, decoding.max_new_tokens)  # a server's context may be as short
+    timed_pass(server, batch, replace(decoding, max_new_tokens=most))
 
 
 def _at_rate(

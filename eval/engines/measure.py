@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from align.checkpoint import Checkpoint
+from align.checkpoint import Checkpoint, weights_sha256
 from align.errors import UserError, masked_arguments
 from eval.decoding.drafters import LOOKUP
 from eval.engines.comparison import Comparison
@@ -123,7 +123,8 @@ def measure_servers(
         short, whole = (each.models[0].get("max_model_len") for each in (server, baseline))
         if short and whole and short < whole:
             facts["context"] = short
-        identity = [*_identity(server), draft_length]
+        weights = weights_sha256(Path(specs[name])) if name in specs else None
+        identity = [*_identity(server), draft_length, facts["path"], weights]
         contenders.append(Contender(runs_already(server), name, facts, identity))
     for server in (baseline, *drafts.values()):
         server.retries = PATIENT
@@ -277,7 +278,7 @@ def _warm_up(server: EngineServer, task: Task) -> Output:
 
     Raises ServerError if the server refuses the first prompts, or fails.
     """
-    short = replace(task.decoding, max_new_tokens=WARM_UP)
+    short = replace(task.decoding, max_new_tokens=min(WARM_UP, task.decoding.max_new_tokens))
     *others, last = task.prompts.prompts[:FIRST]
     for prompt in others:
         try:

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,20 +24,27 @@ PACKAGES = "torch transformers trl peft accelerate datasets evaluate gguf safete
 
 def made_by(seed: int) -> dict[str, Any]:
     """The part of a report's `provenance` that each command has: itself, and its software."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,  # an installed wheel has no repository
-    ).stdout.strip()
     return {
         "command": masked_arguments(sys.argv),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
         | {"python": platform.python_version()},
-        "git_commit": commit or None,
+        "git_commit": git_commit(Path(__file__).parents[2]),
         "seed": seed,
     }
+
+
+def git_commit(folder: Path) -> str | None:
+    """The commit of the repository that this folder is; None for a folder in one, and without git.
+
+    An installed wheel has no repository, but may be in that of its user.
+    """
+    if not (folder / ".git").exists():
+        return None
+    with suppress(OSError):
+        command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout.strip() or None
+    return None
 
 
 def environment(

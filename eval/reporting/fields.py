@@ -188,7 +188,8 @@ class DraftReport(Part):
     )
     speedup: Measured = Field(
         description="wall seconds per emitted token without a draft / with it, prefill included; "
-        "same target, engine, dtype and run, prompt by prompt, or one server after another, twice."
+        "same target, engine, dtype and run, prompt by prompt, or one server after another, each "
+        "started again."
     )
     decode_efficiency: Measured | None = Field(
         description="decode-phase speed-up / predicted speed-up; 1: no overhead beyond the models."
@@ -222,9 +223,18 @@ class DraftReport(Part):
         return dict(sorted((by_load | {ONE_AT_A_TIME: self.speedup}).items()))
 
     @property
-    def serves_alone(self) -> bool:
-        """Whether vLLM can serve the draft: vLLM does not put n-gram speculation before a model."""
-        return not self.path.startswith(LOOKUP_FIRST)
+    def not_in_vllm(self) -> str:
+        """Why vLLM does not serve a draft of the reference decoder; "" if it does."""
+        if self.path.startswith(LOOKUP_FIRST):
+            return (
+                "vLLM 0.32 serves n-gram speculation or a draft; llama-server can combine them "
+                "(n-gram first)"
+            )
+        if self.form == "uno":
+            return "SGLang alone serves uno drafts"
+        if self.form == "medusa" and (self.vocabulary.coverage or 0.0) < 1:
+            return "vLLM does not load a trimmed Medusa head (draft_vocab_size: null makes a whole)"
+        return ""
 
     @model_validator(mode="after")
     def _null_has_a_reason(self) -> Self:

@@ -58,7 +58,7 @@ def recommended(report: Report, among: Collection[str] | None = None) -> Recomme
     names: dict[str, list[str]] = {}
     for name in report.drafts if among is None else among:
         draft = report.drafts[name]
-        if name not in report.broken and (draft.serves_alone or report.engine != REFERENCE):
+        if name not in report.broken and (not draft.not_in_vllm or report.engine != REFERENCE):
             names.setdefault(name_and_length(name)[0], []).append(name)
 
     def sureness(choice: Recommendation) -> tuple[bool, float, float]:

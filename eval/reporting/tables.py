@@ -224,8 +224,9 @@ def _covered(report: Report) -> str:
     if report.engine == REFERENCE:
         return "over prompts"
     if report.starts:
+        (count, *_) = map(len, report.starts.seconds_per_token.values())
         return (
-            f"over prompts and, for speeds, over two starts of each server, between which the "
+            f"over prompts and, for speeds, over {count} starts of each server, between which the "
             f"speed of a server differs by {report.starts.deviation:.1%} (standard deviation)"
         )
     return "over prompts; not covered: what another start of a server changes"

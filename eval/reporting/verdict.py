@@ -6,10 +6,11 @@ import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
-from eval.decoding.drafters import LOOKUP
+from eval.decoding.drafters import LOOKUP, LOOKUP_FIRST
 from eval.measuring.intervals import Measured
 from eval.measuring.output_check import Ledger
 from eval.reporting.fields import (
@@ -28,12 +29,14 @@ NAMES = {  # shown names of a training run's drafts, in order
     "tuned": "distilled draft",
     "tuned+lookup": "n-gram, then distilled draft",
 }
+# of eval.run: those that decide prompts and outputs in any decoder
+SAME_OPTIONS = {
+    f"--{name}"
+    for name in "instruction chat_template_kwargs max_prompt_length max_prompts seed temperature "
+    "top_k top_p max_new_tokens".split()
+}
 LATER = 1.1  # times to the first token differ by less from start to start
 LAPTOP = " To serve on a CPU, measure llama.cpp first (--engine llama.cpp)."
-REFERENCE_NOTE = (
-    "* in the reference decoder only: vLLM 0.32 serves n-gram speculation or a draft; llama-server "
-    "can combine them (n-gram first)."
-)
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Top:
     verdict: str
     output: str
     title: str  # of the speed-ups
-    speedups: dict[Load, list[tuple[str, Measured]]]  # shown name (* REFERENCE_NOTE) and value
+    speedups: dict[Load, list[tuple[str, Measured]]]  # shown name (* see `note`) and value
     note: str
     memory: str
     training: str
@@ -56,9 +59,9 @@ def top(report: Report) -> Top:
     """The first lines of the report."""
     drafts = [(name, report.drafts[name]) for name in in_order(report)]
     choice = recommended(report)
-    starred = {
-        name for name, draft in drafts if report.engine == REFERENCE and not draft.serves_alone
-    }
+    reasons = {name: draft.not_in_vllm for name, draft in drafts if report.engine == REFERENCE}
+    starred = {name: reason for name, reason in reasons.items() if reason}
+    note = f"* in the reference decoder only: {'; '.join(dict.fromkeys(starred.values()))}."
     return Top(
         verdict=verdict(report),
         output=_output(report),
@@ -71,7 +74,7 @@ def top(report: Report) -> Top:
             ]
             for load in loads_of(report)
         },
-        note=REFERENCE_NOTE if starred else "",
+        note=note if starred else "",
         memory=_memory(report, choice),
         training=_training(report),
         serve=_serve(report, choice) if choice else "",
@@ -156,10 +159,10 @@ def verdict(report: Report) -> str:
     if report.engine != REFERENCE:
         later = "".join(f" First token: {change}." for change in first_tokens(draft).values())
         later = _too_costly(report) + later
-        return (
-            f"{start}Serve {shown} for one request at a time: {speedup}, {basis}{alone}.{later} "
-            "Several at a time were not measured; add --concurrency 4,8."
-        )
+        text = f"{start}Serve {shown} for one request at a time: {speedup}, {basis}{alone}.{later}"
+        if report.engine == "transformers":
+            return text
+        return f"{text} Several at a time were not measured; add --concurrency 4,8."
     laptop = LAPTOP if report.device.startswith("cpu") else ""
     return f"{start}Test {shown} in your engine: {speedup}, {basis}{alone}.{laptop}"
 
@@ -167,15 +170,28 @@ def verdict(report: Report) -> str:
 def _too_costly(report: Report) -> str:
     """What a step costs of the fastest draft model in an engine, if it is slower than none."""
     models = [
-        (draft.speedup.mean, draft.counters.mean_acceptance_length.mean, label(name))
+        (draft.speedup.mean, tokens, label(name))
         for name, draft in report.drafts.items()
-        if draft.counters and draft.serves_alone and draft.path != LOOKUP
+        if not draft.path.startswith((LOOKUP, LOOKUP_FIRST)) and (tokens := _tokens_a_step(draft))
     ]
     speedup, tokens, name = max(models, default=(1.0, 0.0, ""))
     if speedup >= 1:
         return ""
     cost = f"{tokens / speedup:.1f} plain steps"
     return f" A step of {name} emits {tokens:.1f} tokens and costs {cost}."
+
+
+def _tokens_a_step(draft: DraftReport) -> float | None:
+    """The mean tokens of a server's step, also of steps without a draft; None: not known.
+
+    A model drafts in each step; of other methods the acceptance length is of some steps alone.
+    """
+    counters = draft.counters
+    if counters is None:
+        return None
+    if counters.tokens_per_step is not None:
+        return counters.tokens_per_step.mean
+    return counters.mean_acceptance_length.mean if draft.sha256 else None
 
 
 def _by_load(report: Report, found: Recommendation) -> str:
@@ -267,7 +283,8 @@ def _memory(report: Report, found: Recommendation | None) -> str:
     names = ["tuned"] if "tuned" in report.drafts else []
     for name in (*names, *(found.fastest.values() if found else ()), *reversed(report.drafts)):
         draft = report.drafts[name]
-        if draft.serves_alone and draft.path != LOOKUP and (memory := draft.memory):
+        alone = not draft.path.startswith((LOOKUP, LOOKUP_FIRST))
+        if alone and (memory := draft.memory):
             to_serve = f"{size(memory.draft_bytes)} to serve {label(name)}"
             return f"{to_serve}, +{memory.overhead:.0%} of the target"
     return ""
@@ -314,16 +331,31 @@ def _commands(report: Report, found: Recommendation) -> Iterator[str]:
     else:
         words, more = ["python", "-m", "eval.run"], list[str]()
         tuned = report.drafts.get("tuned")
-        if tuned is not None and "draft" in (parts := Path(tuned.path).parts):
-            words += ["--run", str(Path(*parts[: parts.index("draft")]))]
+        path = Path("" if tuned is None else tuned.path)
+        runs = [folder.parent for folder in (path, *path.parents) if folder.name == "draft"]
+        if tuned is not None and runs:
+            words += ["--run", str(runs[0])]
             draft = tuned  # its run is measured with n-gram speculation beside it
             if (ngram := report.drafts.get("lookup")) and ngram.gamma:
                 more = ["--ngram_gamma", str(ngram.gamma)]
         else:
             words += ["--target", report.target, "--draft", f"{name}={draft.path}"]
-            words += ["--prompts", report.prompts.source]
+            words += ["--prompts", report.prompts.source, *_same_options(report)]
+            if "output_dir" in report.provenance:
+                words += ["--output_dir", f"{report.provenance['output_dir']}-vllm"]
         words += ["--engine", "vllm", "--gamma", str(draft.gamma or 3)]
         yield shlex.join(words + more)
+
+
+def _same_options(report: Report) -> list[str]:
+    """The options of the report's own command that decide prompts and outputs in an engine, too."""
+    command: Any = report.provenance.get("command") or []
+    kept = list[str]()
+    for option, value in pairwise([*command, ""]):
+        name, joined, _ = option.partition("=")
+        if name in SAME_OPTIONS:
+            kept += [option] if joined else [option, value]
+    return kept
 
 
 def _setting(report: Report) -> str:

@@ -21,7 +21,7 @@ PRUNED = {"draft": None, "num_draft_layers": 1}
 CONFIGS = Path(__file__).with_name("configs")
 PAIR = {"target": 70, "draft": 8}
 PROMPTS = SimpleNamespace(
-    **dict.fromkeys(("evaluation", "training", "tuning"), PromptSet("", [], [[1]]))
+    **dict.fromkeys(("evaluation", "training", "tuning", "held_out"), PromptSet("", [], [[1]]))
 )
 ON_A_SERVER = {"answers": "server", "answer_url": "http://localhost:8000"}
 

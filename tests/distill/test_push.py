@@ -33,7 +33,11 @@ def test_a_push_is_one_commit_that_removes_what_earlier_ones_named_otherwise(api
     assert push_folder(tmp_path, NAME, public) == f"https://hub/{NAME}"
     api.create_repo.assert_called_once_with(NAME, private=not public, exist_ok=True)
     api.upload_folder.assert_called_once_with(
-        repo_id=NAME, folder_path=tmp_path, commit_message="Draft model", delete_patterns=OURS
+        repo_id=NAME,
+        folder_path=tmp_path,
+        commit_message="Draft model",
+        ignore_patterns=["served/*"],  # links to the target's files
+        delete_patterns=OURS,
     )
     assert "compact/*" in OURS  # a draft that is no longer trimmed
     assert "README.md" not in OURS

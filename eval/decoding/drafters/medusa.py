@@ -131,16 +131,17 @@ FORMAT = Medusa()
 
 
 def load_heads(
-    folder: Path, embedding: Tensor, target: PreTrainedConfig | None = None
+    folder: Path, embedding: Tensor, target: PreTrainedConfig | None = None, tuned: bool = False
 ) -> tuple[MedusaModel, Tensor | None]:
     """A folder's model, and the target id of each head entry [K]; None for a head over all ids.
 
-    embedding: the target's [V, H]. target: the target's config, to check a published draft.
-    Raises UserError if the draft was made for another target or cannot be computed here.
+    embedding: the target's [V, H]. target: the target's config, to check a published draft. tuned:
+    as in `load_eagle3`. Raises UserError if the draft was made for another target or cannot be
+    computed here.
     """
     tensors = weights_of(folder, str(embedding.device))
     if target is None or (folder / "compact.json").is_file():
-        check_compact(folder, embedding, tensors["lm_head.weight"].dtype)
+        check_compact(folder, None if tuned else embedding, tensors["lm_head.weight"].dtype)
     else:
         FORMAT.check_config(folder, target)
     token_ids = tensors.pop("token_map", None)

@@ -48,6 +48,7 @@ ARCHITECTURE = "DraftsmithMtp"  # in a draft's config.json, which is otherwise t
 SERVED = "served"  # a folder in the draft's folder: what engines load
 LAYER = "model.layers.0."  # the names of the layer here
 HEAD = "shared_head.head.weight"  # a checkpoint's copy of the target's LM head
+EMBED = "embed_tokens.weight"  # and of its embedding
 FULL = ["full_attention"]
 EXPERT = re.compile(r"(.*mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 # Whether a later step of a draft reads the layer's output after its last norm, as vLLM 0.32
@@ -175,18 +176,25 @@ def build_mtp(target: PreTrainedConfig) -> Any:
 
 
 def load_mtp(
-    folder: Path, embedding: Tensor, head: Tensor, base: PreTrainedConfig | None = None
+    folder: Path,
+    embedding: Tensor,
+    head: Tensor,
+    base: PreTrainedConfig | None = None,
+    tuned: bool = False,
 ) -> PreTrainedModel:
     """The draft on the target's embedding and LM head [V, H], in the embedding's dtype.
 
-    folder: a draft, or a checkpoint of the target; then `base`, its config, is the target's. Raises
-    UserError if the layer is missing or has other parts or another embedding.
+    folder: a draft, or a checkpoint of the target; then `base`, its config, is the target's. tuned:
+    as in `load_eagle3`. Raises UserError if the layer is missing or has other parts or another
+    embedding.
     """
     config = base or Checkpoint.open(folder).text_config
     tensors = layer_tensors(folder, config)
     if base is None:
         check_compact(folder, embedding, tensors["eh_proj.weight"].dtype)
-    refuse_other_embedding(folder, tensors.pop("embed_tokens.weight", None), embedding)
+    own = tensors.pop(EMBED, None)
+    if not tuned:
+        refuse_other_embedding(folder, own, embedding)
     tensors.pop(HEAD, None)
     model = build_mtp(config)
     floating = {name for name, _ in model.named_parameters()}

@@ -19,7 +19,7 @@ from distill.drafters.kind import Origin
 from distill.teacher.states import read_states
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.drafter import Text
-from eval.decoding.drafters.mtp import FORMAT, SERVED, fused_experts
+from eval.decoding.drafters.mtp import FORMAT, SERVED, fused_experts, load_mtp
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.engines.start_vllm import speculation
@@ -203,7 +203,8 @@ def test_a_target_without_the_layer_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
-def test_a_copy_of_the_embedding_is_accepted_and_another_one_is_refused(tmp_path, family):
+def test_a_stale_copy_of_the_embedding_is_replaced_where_the_layer_is_tuned(tmp_path, family):
+    """Fine-tuning leaves it as it was. As it is, the layer drafts with the embedding of its own."""
     save_target(tmp_path, family)
     weights, target = weights_of(tmp_path), loaded(tmp_path)
     name = (
@@ -215,8 +216,14 @@ def test_a_copy_of_the_embedding_is_accepted_and_another_one_is_refused(tmp_path
     save_file(weights | {name: copied}, tmp_path / "model.safetensors")
     base_draft(target)
     save_file(weights | {name: copied + 1}, tmp_path / "model.safetensors")
+    draft, embedding = base_draft(target), target.decoder.embedding
+    (tmp_path / "draft").mkdir()
+    mtp.KIND.save(tmp_path / "draft", draft, embedding, Checkpoint.open(tmp_path))
+    assert torch.equal(load_file(tmp_path / "draft" / "model.safetensors")[name], copied)
+    served = weights_of(tmp_path / "draft" / SERVED)
+    assert torch.equal(served[name], served["model.embed_tokens.weight"])
     with pytest.raises(UserError, match="another input embedding"):
-        base_draft(target)
+        load_mtp(tmp_path, embedding, embedding, target.model.config)
 
 
 def test_vllm_gets_the_target_with_the_tuned_layer(finished):
