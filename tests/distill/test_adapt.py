@@ -187,6 +187,18 @@ def test_a_draft_that_loses_at_a_load_of_the_gate_is_refused(compared, new, serv
     assert judged([reports["recent"]], reports["earlier"], 0.1)[0] == status
 
 
+@pytest.mark.parametrize(("without", "status"), [("tuned", REFUSED), ("untuned", PUBLISHED)])
+def test_a_draft_that_is_overloaded_at_a_load_of_the_gate_is_refused(compared, without, status):
+    """Then its report has no speed-up at this load."""
+    report = compared(random.Random(1), BETTER)
+    for name in {"tuned", "untuned"} - {without}:
+        point = LoadPoint.model_construct(
+            concurrency=None, request_rate=2.0, speedup=report.drafts[name].speedup
+        )
+        report.drafts[name].by_load = [point]
+    assert judged([report], report, 0.1)[0] == status
+
+
 def test_a_gain_on_traffic_that_no_draft_makes_faster(compared):
     report = compared(random.Random(1), BETTER)
     assert "none" not in judged([report], report, 0.1)[1]
@@ -611,6 +623,16 @@ def test_a_second_job_does_nothing(loop, monkeypatch):
     assert (second, loop.made) == ([NOTHING], 1)
 
 
+def test_links_to_the_target_of_a_served_mtp_draft_stay_links(loop):
+    served = loop.run / "draft" / "served"
+    served.mkdir()
+    (served / "target.safetensors").symlink_to(loop.run.parent / "target" / "model.safetensors")
+    (served / "tuned.safetensors").symlink_to(Path("..") / "model.safetensors")
+    copy = module.served_draft(loop.run) / "served"
+    assert all((copy / path.name).is_symlink() for path in served.iterdir())
+    assert (copy / "tuned.safetensors").resolve() == copy.parent / "model.safetensors"
+
+
 def test_a_clock_that_went_back_is_told(loop, capsys):
     assert loop.call() == PUBLISHED
     loop.now -= 30 * DAY
@@ -729,6 +751,8 @@ def test_an_undecided_comparison_is_repeated(loop, monkeypatch):
         ({"learning_rate": 6e-4, "warmup_steps": 900}, "", 2e-4),
         ({"learning_rate": 6e-4, "drafter": "eagle3"}, "", 6e-5),
         ({"learning_rate": 6e-4, "draft": "d"}, "", 6e-4),
+        ({"learning_rate": 6e-4, "drafter": "mtp"}, "", 6e-4),  # it was trained before, too
+        ({"learning_rate": 6e-5, "drafter": "eagle3"}, "", 1e-5),
         ({"learning_rate": 6e-4}, "--learning_rate 1e-4", 1e-4),
     ],
 )

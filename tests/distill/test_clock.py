@@ -218,6 +218,17 @@ def test_training_leaves_time_for_its_last_measurement(time, tmp_path):
     assert clock.training_progress() == 0
     time.now = 310.0
     assert clock.training_progress() == 1
+    clock.keep()
+    assert Clock(tmp_path, 10.0).training_progress() == 1
+
+
+def test_a_training_without_a_checkpoint_begins_anew(tmp_path, tiny_llama, plain_trainer):
+    """A kill before the first checkpoint leaves no weights, so the schedule begins again."""
+    recipe = plain_recipe(tmp_path, max_steps=100, minutes=10.0)
+    trainer = plain_trainer(recipe, tiny_llama(vocab_size=50), made_answers())
+    trainer.clock.training = 100.0
+    trainer.resume()
+    assert trainer.clock.training is None
 
 
 def test_all_processes_have_the_first_ones_share(time, tmp_path, monkeypatch):

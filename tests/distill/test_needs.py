@@ -95,6 +95,17 @@ def test_a_draft_that_does_not_fit_on_the_disk_is_refused(job, tmp_path, monkeyp
         run(job(tmp_path / "run", **PRUNED))
 
 
+def test_the_target_has_room_for_each_set_of_prompts(job, tmp_path, monkeypatch):
+    recipe = job(tmp_path / "run")
+    loaded = Mock()
+    monkeypatch.setattr(models, "load_target", loaded)
+    recipe_pair = SimpleNamespace(**vars(pair_of(recipe)))
+    for name in vars(PROMPTS):
+        long = SimpleNamespace(**vars(PROMPTS) | {name: PromptSet("", [], [[1] * 60])})
+        models.target_loader(recipe, recipe_pair, long)()
+        assert loaded.call_args.args[-1] > 60 + recipe.answer_max_new_tokens
+
+
 @pytest.mark.parametrize(
     ("keys", "layers"),
     [

@@ -5,11 +5,13 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from align.checkpoint import weights_sha256
 from align.errors import UserError
+from distill.export import BASE_KEPT
 from distill.run_report import shown_loss
 from distill.train import main, run
 from eval.engines.start_vllm import VLLM_PYTHON
@@ -17,6 +19,7 @@ from eval.measuring.journal import JOURNAL
 from eval.measuring.metrics import PromptSums
 from eval.reporting.fields import read_report
 from eval.reporting.files import write_report
+from tests.distill.conftest import PARD
 
 
 class Measured(list):
@@ -65,6 +68,17 @@ def test_a_run_whose_vllm_fails_has_the_prediction(job, tmp_path, measured, caps
     shown = capsys.readouterr().out
     assert "Warning: the drafts were not measured in vLLM" in shown
     assert "predicted for vLLM" in shown
+
+
+def test_a_run_with_a_key_that_vllm_has_not_has_the_prediction(
+    job, tmp_path, measured, monkeypatch, capsys
+):
+    def refuse(options, summary):
+        sys.exit(2)
+
+    monkeypatch.setattr("distill.run_report.run.main", refuse)
+    assert run(job(tmp_path / "run", engine="auto", max_steps=2)) == 0
+    assert "not measured in vLLM" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("engine", ["auto", None])
@@ -128,6 +142,32 @@ def test_a_trained_base_draft_is_kept_where_a_loss_or_no_gain_is_shown(gains, fo
     assert bool(shown_loss(report, followed=False)) is unfollowed
     del report.drafts["untuned"]  # made from the target, so nobody has trained it
     assert shown_loss(report, followed=False) is None
+
+
+def test_a_parallel_draft_is_not_compared_with_its_sibling_by_tokens_a_step(
+    job, folder, tmp_path, monkeypatch
+):
+    """Its steps emit fewer tokens and cost less; and its base has a mask that nobody trained."""
+    monkeypatch.setattr("distill.run_report.shown_loss", lambda *_: "fewer tokens a step")
+    keys = PARD | {"target": str(folder / PARD["target"]), "max_steps": 2, "speed_prompts": 2}
+    recipe = job(tmp_path / "run", **keys | {"draft": str(folder / "target")})
+    assert run(recipe) == 0
+    assert read_report(recipe.folder).base_kept is None
+    recipe = job(tmp_path / "again", **keys | {"draft": str(recipe.folder / "draft")})
+    assert run(recipe) == 0
+    assert read_report(recipe.folder).base_kept  # both are parallel
+
+
+def test_a_draft_is_called_the_base_draft_once_it_is(job, tmp_path, monkeypatch):
+    monkeypatch.setattr("distill.run_report.shown_loss", lambda *_: "a loss")
+    recipe = job(tmp_path / "run", max_steps=2, speed_prompts=2)
+    with monkeypatch.context() as patch:
+        patch.setattr("distill.run_report.export_draft", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run(recipe)
+    assert not (recipe.folder / BASE_KEPT).exists()
+    assert run(recipe) == 0
+    assert read_report(recipe.folder).base_kept == "a loss"
 
 
 def test_a_draft_that_evaluation_prompts_show_to_be_worse_is_not_saved(

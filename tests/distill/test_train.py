@@ -216,7 +216,7 @@ def test_a_run_that_made_nothing_does_not_claim_its_folder(folder, job, tmp_path
     monkeypatch.setattr(models, "load_target", no_target)
     with pytest.raises(AssertionError, match="the target was loaded"):  # it went as far as that
         run(job(tmp_path / "run"))
-    with pytest.raises(RecipeError, match=r"another recipe \(max_steps: 40 -> 41\)"):
+    with pytest.raises(RecipeError, match=r"another recipe \(max_steps: 40 -> 41\).*--output_dir"):
         run(job(tmp_path / "run", max_steps=41))
     with pytest.raises(AssertionError, match="the target was loaded"):  # a tracker changes nothing
         run(job(tmp_path / "run", report_to="tensorboard"))
@@ -370,6 +370,18 @@ def test_a_finished_run_keeps_what_is_needed_and_can_be_run_again(finished, tmp_
     os.truncate(weights, 999)
     with pytest.raises(UserError, match=r"draft/model\.safetensors"):
         run(recipe)
+
+
+def test_a_finished_run_makes_its_best_draft_again(job, tmp_path, followed):
+    recipe = job(tmp_path / "run", max_steps=8)
+    assert run(recipe) == 0
+    kept = read_json(recipe.folder / "held_out" / "measurements.json")["kept"]
+    assert kept > 0
+    weights = recipe.folder / "draft" / "model.safetensors"
+    distilled = weights.read_bytes()
+    shutil.rmtree(recipe.folder / "draft")
+    assert run(recipe) == 0
+    assert weights.read_bytes() == distilled
 
 
 @pytest.mark.real

@@ -2,6 +2,7 @@ import errno
 import re
 import shutil
 from itertools import islice, takewhile
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -85,10 +86,12 @@ def test_packed_texts_have_the_loss_and_gradients_of_texts_in_rows(tmp_path, tok
         model = Olmo2ForCausalLM(Olmo2Config(vocab_size=VOCAB, **SMALL))
         give_loss_forward(model, PRUNED, forward_kl)
         data = data_of(tmp_path, answers, packed=packed, tokens_per_step=tokens)
+        total = torch.zeros(())
         for part in takewhile(lambda part: part.epoch == 0, data.parts()):
             loss = model(**data.batch(part, [])._asdict()).loss
             loss.backward()
-        results.append({name: p.grad for name, p in model.named_parameters()} | {"loss": loss})
+            total += loss.detach()
+        results.append({name: p.grad for name, p in model.named_parameters()} | {"loss": total})
     for name, expected in results[0].items():
         torch.testing.assert_close(results[1][name], expected, rtol=1e-4, atol=1e-5)
 
@@ -241,6 +244,23 @@ def test_new_weights_of_a_wider_draft_get_a_lower_rate(plain_trainer, tiny_llama
     recipe = recipe_in(tmp_path)
     del recipe.training["learning_rate"]
     assert plain_trainer(recipe, wide, made_answers()).config.learning_rate == 7.5e-4
+
+
+@pytest.mark.parametrize("scaler", [True, False])
+def test_a_scaler_itself_skips_an_update_that_is_not_finite(
+    tmp_path, tiny_model, plain_trainer, monkeypatch, scaler
+):
+    """Of fp16: without its own step it refuses the next one."""
+    recipe = recipe_in(tmp_path, optim="adamw_torch")
+    trainer = plain_trainer(recipe, tiny_model(), made_answers())
+    trainer.optimizer.optimizer.defaults["fused"] = None
+    trainer.accelerator.scaler = Mock() if scaler else None
+    monkeypatch.setattr(trainer, "backward", lambda *_: torch.tensor(torch.inf))
+    monkeypatch.setattr(trainer.accelerator, "clip_grad_norm_", lambda *_: torch.tensor(torch.inf))
+    monkeypatch.setattr(trainer.optimizer, "step", stepped := Mock())
+    with Prefetcher(trainer.data, trainer.data.parts(), torch.device("cpu")) as batches:
+        trainer.train_step(batches)
+    assert stepped.called == scaler
 
 
 def test_without_held_out_prompts_no_checkpoint_is_the_best(tmp_path, train, tiny_model):

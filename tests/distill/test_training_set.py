@@ -78,6 +78,13 @@ def test_steps_are_filled_and_not_from_long_to_short(tmp_path):
     assert max(tenths) < 1.25 * min(tenths)
 
 
+def test_padding_counts_where_each_text_has_a_row():
+    sizes = [30, 5, 5, 5, 5, 5, 5, 31]
+    assert packed_steps(sizes, 60, range(8)) == [[0, 1, 2, 3, 4, 5, 6], [7]]
+    steps = packed_steps(sizes, 60, range(8), packed=False)
+    assert steps == [[0, 1], [2, 3, 4, 5, 6], [7]]
+
+
 def test_a_step_is_divided_into_parts_of_nearly_equal_tokens():
     assert divided([0, 1, 2, 3, 4], [5, 9, 3, 4, 2], 2) == [[1, 2], [0, 3, 4]]
     assert divided([0], [5], 3) == [[0], [], []]

@@ -212,7 +212,7 @@ def test_a_server_that_accepts_less_is_named(shares, target, outputs, good, monk
     steps = {"block_tokens": [3] * 7, "drafted": [4] * 7, "accepted": [2] * 7}
     outputs = replace(outputs, runs=[replace(run, **steps) for run in outputs.runs])
     counts = Speculation(200, 400, 200 * sum(shares), [200 * share for share in shares])
-    monkeypatch.setattr(alive, "served", lambda *_: counts)
+    monkeypatch.setattr(alive, "server_counts", lambda *_: counts)
     status = check(target, outputs, good, monkeypatch, base_url="http://server")
     result = json.loads(capsys.readouterr().out)
     assert result["served"] == list(shares)

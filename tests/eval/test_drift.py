@@ -390,7 +390,9 @@ def test_input_of_no_use(report, traffic, tmp_path, capsys):
         assert reason in capsys.readouterr().err
 
     now = traffic(4000)
-    refused("gamma is 3, so acceptance", report, "--metrics", traffic(4000, shares=(0.6, 0.4)))
+    refused(
+        "draft length is 3, so acceptance", report, "--metrics", traffic(4000, shares=(0.6, 0.4))
+    )
     now = traffic(4000)
     refused("no report at", tmp_path / "no.json", "--metrics", now)
     refused("no report at", tmp_path, "--metrics", now)

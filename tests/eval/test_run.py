@@ -137,6 +137,7 @@ def test_no_document_both_chooses_the_draft_length_and_is_evaluated(
         ("--target T --engine vllm --forecast", "--gamma"),
         ("--target T --gamma 2 --forecast", "--forecast"),
         ("--target T --engine vllm --gamma 2 --forecast --minutes 3", "--minutes"),
+        ("--target T --draft D --engine vllm --gamma 2 --minutes 3 --concurrency 4", "--minutes"),
         ("--target T --engine vllm --gamma 2 --forecast --fail_under_alpha 1", "--fail_under"),
         ("--base_url http://x --baseline_url http://y --forecast", "--forecast"),
         ("--target T --draft D --engine transformers --gamma 3 --strategy padded", "--strategy"),

@@ -98,6 +98,20 @@ def test_a_plan_has_the_tokens_of_drafts_by_their_depth(random_draft, name, trai
     assert plan.counts[2:]
 
 
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("name", ["dflash", "uno"])
+def test_a_batch_that_draws_no_anchor_is_no_loss(target, random_draft, monkeypatch, name, packed):
+    """As a part with a short output may."""
+    drawn = f"distill.drafters.{name}.drawn_depths"
+    monkeypatch.setattr(drawn, lambda batch, *_, **keys: torch.ones_like(batch.positions))
+    kind, model = kinds()[name], random_draft(name).train()
+    give_loss_forward(model, kind, forward_kl)
+    layers = len(kind.target_layers(target.model.config.to_dict()))
+    loss, gradients = losses_of(kind, model, layers, [0, 1], packed)
+    assert loss == 0
+    assert not any(gradient.any() for gradient in gradients.values())
+
+
 def other_texts_are_seen(queries, keys, *rest):
     none = torch.zeros_like
     return sees(

@@ -234,7 +234,8 @@ def test_a_published_pard_draft_is_trained_as_one(job, finished, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "drafter"), [("target", "eagle3"), ("mtp", "mtp"), ("hybrid", "mtp")]
+    ("name", "drafter"),
+    [("target", "eagle3"), ("target", "medusa"), ("mtp", "mtp"), ("hybrid", "mtp")],
 )
 def test_a_draft_is_rebuilt_for_its_target_after_a_fine_tune(
     job, finished, folder, tmp_path, name, drafter
@@ -248,7 +249,7 @@ def test_a_draft_is_rebuilt_for_its_target_after_a_fine_tune(
     model.save_pretrained(tmp_path / "target")
     for path in base.glob("token*"):
         shutil.copy(path, tmp_path / "target")
-    draft = base if drafter == "mtp" else finished("eagle3").folder / "draft"
+    draft = base if drafter == "mtp" else finished(drafter).folder / "draft"
     keys = {"target": str(tmp_path / "target"), "draft": str(draft), "drafter": drafter}
     recipe = job(tmp_path / "run", **keys, max_steps=2, max_eval_prompts=2)
     assert run(recipe) == 0

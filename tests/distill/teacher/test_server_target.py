@@ -18,7 +18,7 @@ from distill.prompt_sets import collect_prompts
 from distill.publish import main as publish_main
 from distill.publish import publish
 from distill.recipe_files import RecipeError
-from distill.teacher import served as module
+from distill.teacher import server_target as module
 from distill.teacher.answers import LocalTarget, note_used, top_logprobs
 from distill.teacher.logged import read_outputs
 from distill.teacher.server_target import Request, ServerTarget

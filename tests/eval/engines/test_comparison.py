@@ -84,15 +84,19 @@ def test_each_start_decodes_all_prompts_and_its_passes(fake, order, times):
         assert point["mean_acceptance_length"].mean == length
 
 
-@pytest.mark.parametrize(("seconds", "count"), [(None, 20), (4, 11), (12, 13), (400, 20)])
+@pytest.mark.parametrize(
+    ("seconds", "grouped", "count"),
+    [(None, 1, 20), (4, 1, 11), (12, 1, 13), (400, 1, 20), (4, 2, 20)],
+)
 def test_all_decode_as_many_prompts_as_the_first_visit_has_time_for(
-    fake, monkeypatch, seconds, count
+    fake, monkeypatch, seconds, grouped, count
 ):
-    """A visit has a quarter of the seconds, and from the tenth prompt on each takes one."""
+    """A visit has a quarter of the seconds. Once there is an interval, each prompt takes one."""
     ticks = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: next(ticks))
     monkeypatch.setattr("eval.engines.comparison.time", clock)
-    many = PromptSet("made up", [Prompt(str(i), prompt=f"say {i}") for i in range(20)], [])
+    prompts = [Prompt(str(i), prompt=f"say {i}", group=str(i // grouped)) for i in range(20)]
+    many = PromptSet("made up", prompts, [])
     servers = [fake(1), fake(2)]
     facts = {"path": "D", "form": "", "vocabulary": {}, "gamma": 2, "gamma_policy": ""}
     contenders = [
@@ -189,7 +193,7 @@ def test_a_failure_at_a_load_costs_this_load_alone(fake, monkeypatch, order, fai
 
     down = [False] * 3
     for number, client in enumerate(clients):
-        monkeypatch.setattr(client, "answers", lambda number=number: not down[number])
+        monkeypatch.setattr(client, "is_up", lambda number=number: not down[number])
     monkeypatch.setattr("eval.engines.comparison.timed_pass", failing_pass)
     contexts = [partial(running, i) for i in range(3)]
     comparison = compared(servers, order, [1, 4, 8], contexts)

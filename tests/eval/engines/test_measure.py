@@ -30,7 +30,7 @@ from eval.engines.vllm import VllmServer
 from eval.measuring.journal import JOURNAL, Journal
 from eval.measuring.runs import AT_LONGEST, Speculation
 from eval.prompts import Prompt, PromptSet
-from eval.reporting.fields import read_report
+from eval.reporting.fields import Load, read_report
 from eval.reporting.files import write_report
 from eval.reporting.page import render_page
 from eval.reporting.warnings import find_warnings
@@ -889,6 +889,34 @@ def test_a_branch_of_the_hub_that_moved_is_measured_anew(tmp_path, start, monkey
         False,
         True,
     ]
+
+
+def test_a_running_server_with_another_draft_is_measured_anew(tmp_path, fake):
+    """Its address and the target's name are as before; the user states what it drafts with."""
+    drafting, plain, asked = fake(3), fake(1), []
+    for number in (1, 2):
+        (tmp_path / str(number)).mkdir()
+        weights = {"weight": torch.full((2,), float(number))}
+        save_file(weights, tmp_path / str(number) / "model.safetensors")
+    for number in (1, 1, 2):
+        before = len(drafting.streamed)
+        measure_servers(
+            {"served": VllmServer(drafting.url)},
+            VllmServer(plain.url),
+            replace(ONE_PROMPT, journal=Journal(tmp_path / "measured.jsonl")),
+            specs={"served": str(tmp_path / str(number))},
+        )
+        asked.append(len(drafting.streamed) - before)
+    assert asked[1] < asked[0] == asked[2]
+
+
+def test_a_warm_up_is_no_longer_than_an_output(fake):
+    """A server that is started here has no room for more."""
+    servers = [fake(3), fake(1)]
+    task = replace(ONE_PROMPT, decoding=replace(ONE_PROMPT.decoding, max_new_tokens=8))
+    task = replace(task, loads=[Load(concurrency=2)])
+    measure_servers({"served": VllmServer(servers[0].url)}, VllmServer(servers[1].url), task)
+    assert {body["max_tokens"] for server in servers for body in server.streamed} == {8}
 
 
 @pytest.mark.parametrize("rows", [SMALL, LARGE])

@@ -7,6 +7,7 @@ import re
 import signal
 import zlib
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -295,6 +296,21 @@ def test_near_ties_that_rounding_flips_are_the_same_text(texts):
     assert (ledger.tie_divergences, ledger.unexplained) == (ledger.prompts - ledger.identical, 0)
     assert all(entry.gap <= 2 * entry.error < WIDEST_TIE for entry in ledger.divergences)
     assert "mismatch" not in {warning.code for warning in find_warnings(report)}
+
+
+def test_what_a_grammar_forces_is_no_mismatch(fake):
+    """The judge's log-probabilities do not know the grammar of a response_format."""
+    servers = (
+        fake(1, Served("blocks of 1", Model())),
+        fake(3, Served("blocks of 3", Model(0.02, 3))),
+    )
+    asked = [replace(prompt, response_format={"type": "json_object"}) for prompt in PROMPTS]
+    contenders = [Contender(runs_already(VllmServer(server.url))) for server in servers]
+    comparison = Comparison(contenders, Task(PromptSet("made up", asked, []), decoding()))
+    comparison.run(take_turns)
+    entries = comparison.divergent(contenders[1])
+    assert entries
+    assert not any(entry["judged"] for entry in entries)
 
 
 def test_without_rounding_no_text_parts(texts):

@@ -1,5 +1,8 @@
 """The machine in a report."""
 
+import subprocess
+from functools import partial
+
 import pytest
 
 from eval.measuring import environment
@@ -32,3 +35,17 @@ def test_generations_of_a_cpu_have_different_names(tmp_path, monkeypatch, info, 
     (tmp_path / "cpuinfo").write_text(info)
     monkeypatch.setattr(environment.platform, "processor", lambda: "arm")
     assert environment.cpu_model() == (name or "arm")
+
+
+def test_the_commit_is_that_of_our_own_repository(tmp_path, monkeypatch):
+    """A wheel may be installed within the repository of its user; and git may be missing."""
+    run = partial(subprocess.run, check=True, capture_output=True)
+    run(["git", "init", tmp_path])
+    own = "user.name=a user.email=a commit.gpgsign=false".split()
+    settings = [word for setting in own for word in ("-c", setting)]
+    run(["git", "-C", tmp_path, *settings, "commit", "--allow-empty", "-m", "first"])
+    assert len(environment.git_commit(tmp_path)) == 40
+    (tmp_path / "within").mkdir()
+    assert environment.git_commit(tmp_path / "within") is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment.git_commit(tmp_path) is None

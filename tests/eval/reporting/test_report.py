@@ -33,6 +33,7 @@ from eval.reporting.tables import details, load_table, result_table
 from eval.reporting.text import print_summary, render_markdown
 from eval.reporting.verdict import in_order, top, verdict
 from eval.reporting.warnings import find_warnings
+from eval.run import parse
 from tests.benchmarks.evidence import evidence
 from tests.conftest import assert_golden
 
@@ -650,6 +651,39 @@ def test_what_no_engine_serves_is_not_recommended(four_drafts):
     four_drafts.provenance["removed"] = "outputs/code"
     assert top(four_drafts).commands == []
     assert "25.7 MiB" in top(four_drafts).memory
+
+
+@pytest.mark.parametrize(
+    ("form", "coverage", "in_vllm"),
+    [("medusa", 1.0, True), ("medusa", 0.5, False), ("uno", 1.0, False), ("eagle3", 0.5, True)],
+)
+def test_what_vllm_does_not_load_is_not_recommended_for_it(four_drafts, form, coverage, in_vllm):
+    tuned = four_drafts.drafts["tuned"]
+    tuned.form, tuned.vocabulary.coverage = form, coverage
+    assert (served(four_drafts) == {1: "tuned"}) == in_vllm
+    assert (tuned.not_in_vllm in top(four_drafts).note) or in_vllm
+
+
+def test_the_next_command_asks_the_same_in_another_folder(run_info, measurement):
+    about = run_info.about | {"engine": "torch"}
+    log = measurement("mine", 0.7)
+    report = build_report(dataclasses.replace(run_info, about=about), [log])
+    command = "eval.run --target T --draft mine=D --prompts P --engine torch --gamma 3 --seed=7"
+    report.provenance["command"] = f"{command} --temperature 0.7 --max_new_tokens 64".split()
+    report.provenance["output_dir"] = "outputs/own"
+    (command,) = top(report).commands
+    given = parse(shlex.split(command)[3:])
+    assert (given.temperature, given.max_new_tokens, given.seed) == (0.7, 64, 7)
+    assert (given.engine, given.output_dir) == ("vllm", Path("outputs/own-vllm"))
+    report.drafts = {"tuned": report.drafts["mine"]}
+    report.drafts["tuned"].path = "/work/draft/outputs/code/draft"
+    (command,) = top(report).commands
+    assert "--run /work/draft/outputs/code " in command
+
+
+@pytest.mark.parametrize(("engine", "advised"), [("vllm", True), ("transformers", False)])
+def test_loads_are_advised_where_they_can_be_measured(by_load, engine, advised):
+    assert ("--concurrency" in verdict(by_load({"mine": {1: (1.2, 1.4)}}, engine))) == advised
 
 
 def test_the_reference_decoder_predicts_for_an_engine(four_drafts):
