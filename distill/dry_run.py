@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from align.checkpoint import Checkpoint
 from align.machine import free_memory
 from distill.models import Pair, check_models, target_loader
-from distill.needs import print_memory, states_fit
+from distill.needs import print_memory, stores_states
 from distill.prepare import untrained_drafter, write_untrained
 from distill.prompt_sets import collect_prompts
 from distill.recipe import Recipe
@@ -54,7 +54,7 @@ def dry_run(recipe: Recipe, target: Checkpoint, draft: Checkpoint | None) -> int
     if not PartialState().is_main_process:
         return 0
     longest = max(map(len, prompts.training.ids + prompts.evaluation.ids))
-    stored = states_fit(recipe, pair, prompts, answering)
+    stored = stores_states(recipe, pair, prompts, answering)
     print_memory(recipe, pair, longest, answering.by == "local", stored)
     answering.check()
     if recipe.remote_target:

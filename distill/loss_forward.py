@@ -24,7 +24,7 @@ def give_loss_forward(model: PreTrainedModel, kind: DraftKind, divergence: LossF
     The loss is computed inside forward for DDP's gradient hooks, PEFT's adapters and autocast, and
     because FSDP has the whole head there only. The head is applied to response positions only.
     Called with a `temperature`, forward returns `_acceptance`. `take_loss_forward` undoes this.
-    The head has no bias and no softcap (`choose_strategy`), because the loss has none.
+    The head has no bias and no softcap (`Vocabulary.head_is_plain`), because the loss has none.
     """
     head: Any = model.get_output_embeddings()
     assert head.bias is None

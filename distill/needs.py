@@ -37,7 +37,7 @@ def print_memory(
     """Print the needs of the stage with most memory, on each GPU, and what this machine has.
 
     longest: tokens of the longest prompt. answers_here: whether the outputs are generated in this
-    process. states_stored: see `states_fit`.
+    process. states_stored: see `stores_states`.
     """
     target = pair.target.text_config
     size, draft = getattr(torch, recipe.dtype).itemsize, draft_parameters(recipe, pair)
@@ -71,7 +71,7 @@ def target_bytes(recipe: Recipe, pair: Pair) -> int:
 
 
 def training_bytes(recipe: Recipe, pair: Pair, states_stored: bool) -> int:
-    """Memory of the weights in training, on each GPU. states_stored: see `states_fit`."""
+    """Memory of the weights in training, on each GPU. states_stored: see `stores_states`."""
     shards = PartialState().num_processes if parse_flag_from_env("ACCELERATE_USE_FSDP") else 1
     frozen = recipe.use_peft or recipe.kind.adapter
     each = 4 + getattr(torch, recipe.dtype).itemsize if frozen else TRAINED_BYTES
@@ -117,15 +117,15 @@ def cache_bytes(
     return outputs, state_bytes(pair, new + sum(map(len, prompts)))
 
 
-def states_fit(recipe: Recipe, pair: Pair, prompts: Prompts, target: AnsweringTarget) -> bool:
-    """Whether the disk has space for the hidden states of all outputs. Print the need, as a warning
-    if the longest outputs do not fit.
+def stores_states(recipe: Recipe, pair: Pair, prompts: Prompts, target: AnsweringTarget) -> bool:
+    """Whether the run stores the hidden states of its outputs; else each training step computes
+    them. Prints the need of the disk, as a warning if the longest outputs do not fit.
 
-    Without this space each training step computes the states again, if the target is decoded here
-    and fits in the memory beside the draft. A GPU does so in about the time in which a disk reads
-    them, so there they are stored only if those of the longest outputs fit. Raises UserError if a
-    disk lacks space for the draft, or for what is stored even if each output has one token. With
-    `minutes`, which limit the number of outputs, FEW must fit.
+    They are computed if the disk lacks space for them, the target is decoded here, and it fits in
+    the memory beside the draft. A GPU computes them in about the time in which a disk reads them,
+    so there those of the longest outputs must fit; on a CPU those of outputs of one token. Raises
+    UserError if a disk lacks space for the draft, or for what is stored even if each output has one
+    token. With `minutes`, which limit the number of outputs, FEW must fit.
     """
     prompted = to_answer(prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers)
     names = target.names(prompts.held_out.ids) + target.names(prompted, recipe.train_on_prompts)

@@ -228,7 +228,7 @@ def with_base_only(run: RunLog, drafts: list[DraftLog]) -> tuple[RunLog, list[Dr
     return run, [base, lookup, replace(base, name=tuned.name, about=about)]
 
 
-def engine_draft_length(recipe: Recipe) -> int:
+def unmeasured_draft_length(recipe: Recipe) -> int:
     """The draft length of commands for a draft that is not measured."""
     return recipe.gamma or min(USUAL_GAMMA, recipe.max_gamma)
 
@@ -236,14 +236,14 @@ def engine_draft_length(recipe: Recipe) -> int:
 def vllm_command(recipe: Recipe) -> list[str]:
     """The command that measures the draft in vLLM; the report becomes that of the run."""
     command = ["python", "-m", "eval.run", "--run", str(recipe.folder), "--engine", "vllm"]
-    gamma = engine_draft_length(recipe)
+    gamma = unmeasured_draft_length(recipe)
     return [*command, "--output_dir", str(recipe.folder), "--gamma", str(gamma)]
 
 
 def print_commands(recipe: Recipe) -> None:
     """Print how to serve the draft, and how to compare its server with the target's."""
     model_name = read_json(recipe.folder / USED)["key"]["served model"]
-    gamma, draft = engine_draft_length(recipe), (recipe.folder / "draft").resolve()
+    gamma, draft = unmeasured_draft_length(recipe), (recipe.folder / "draft").resolve()
     drafting = speculation(draft, gamma, draft_sample_method=recipe.draft_sample_method)
     serve = ["vllm", "serve", recipe.target, "--served-model-name", model_name, *drafting]
     measure = [*vllm_command(recipe), "--baseline_url", str(recipe.answer_url)]

@@ -31,7 +31,7 @@ from distill.clock import HERE, IN_ENGINE, Clock, answers_in_time
 from distill.dry_run import dry_run
 from distill.export import export_draft
 from distill.models import Pair, check_models, open_models, target_loader, with_published_kind
-from distill.needs import states_fit
+from distill.needs import stores_states
 from distill.prepare import fit_outputs, prepare_draft, print_coverage
 from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe, load_recipe
@@ -105,7 +105,7 @@ def run_stages(
             if (used := recipe.folder / USED).exists():
                 stored = read_json(used).get("states stored", True)
             elif not recipe.coverage_curve:
-                stored = states_fit(recipe, pair, prompts, target)
+                stored = stores_states(recipe, pair, prompts, target)
         claim_folder(recipe, pair, prompts, target)
         clock.keep()
     if target is not None:

@@ -2,7 +2,7 @@
 
 The target in this process stores them while it generates (distill/teacher/answers.py). An output
 without them is read in one teacher-forced pass, here or in a vLLM (vllm_states.py). Where the
-disk lacks space for them, each training step computes them (`needs.states_fit`). Legend: P
+disk lacks space for them, each training step computes them (`needs.stores_states`). Legend: P
 prompt tokens, R response tokens, T all tokens of a text, L layers, H hidden size.
 """
 

@@ -1,4 +1,4 @@
-"""The output check: greedy outputs with and without a draft, near-ties and mismatches.
+"""The output check in this process, on logits (of servers: eval/engines/near_ties.py).
 
 Sampled outputs are only read here (`read_sampled`); sampled_check.py compares them.
 

@@ -1,4 +1,4 @@
-"""Times prompts with and without each draft, and single steps."""
+"""Times prompts with and without each draft, and single steps; chooses the draft length."""
 
 from __future__ import annotations
 
