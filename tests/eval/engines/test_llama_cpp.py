@@ -249,12 +249,12 @@ def test_checkpoints_are_written_for_a_server(tmp_path, monkeypatch, program, st
     fastest = report.drafts["own, gamma 1"].speedup
     fastest.mean = 0.9
     assert "emits 2.0 tokens and costs 2.2 plain steps" in _too_costly(report)
+    fastest.mean = 1.1
+    assert not _too_costly(report)
     for name in ("own, gamma 1", "own, gamma 8"):  # as of a method that drafts at times
         draft = report.drafts[name]
         draft.counters.tokens_per_step, draft.sha256 = None, None
     assert "own" not in _too_costly(report)
-    fastest.mean = 1.1
-    assert not _too_costly(report)
     assert (report.dtype, len(commands)) == ("float32", 16)
     kinds = [c[c.index("--spec-type") + 1] for c in commands if "--spec-type" in c]
     assert kinds.count("draft-dflash") == 4

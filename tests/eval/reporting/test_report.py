@@ -676,9 +676,9 @@ def test_the_next_command_asks_the_same_in_another_folder(run_info, measurement)
     assert (given.temperature, given.max_new_tokens, given.seed) == (0.7, 64, 7)
     assert (given.engine, given.output_dir) == ("vllm", Path("outputs/own-vllm"))
     report.drafts = {"tuned": report.drafts["mine"]}
-    report.drafts["tuned"].path = "/work/draft/outputs/code/draft"
+    report.drafts["tuned"].path = "/data/draft/outputs/code/draft"
     (command,) = top(report).commands
-    assert "--run /work/draft/outputs/code " in command
+    assert "--run /data/draft/outputs/code " in command
 
 
 @pytest.mark.parametrize(("engine", "advised"), [("vllm", True), ("transformers", False)])
