@@ -184,7 +184,8 @@ class DraftTrainer:
     def train_step(self, batches: Prefetcher) -> None:
         """Fetch, forward, backward, update."""
         rate = self.rate(self.progress * self.steps)
-        if self.step < self.warmup:  # the time may be ahead of the steps
+        # the time may be ahead of the steps; a share of them is of the steps that there are
+        if self.step < self.warmup and self.config.warmup_steps >= 1:
             rate = min(rate, self.step / self.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * rate

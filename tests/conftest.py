@@ -147,7 +147,7 @@ def made_up_run(rng, prompt_id, alpha, gamma, blocks=10):
         block_tokens=emitted,
         drafted=[gamma] * blocks,
         accepted=accepted,
-        last_truncated=False,
+        late=0,
     )
 
 

@@ -180,10 +180,10 @@ def unrolled_input(outputs: Sequence[Tensor], plan: Plan, share: float) -> HeadI
     return HeadInput(states, plan.learned, weights)
 
 
-def recomputed(layer: Any, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """function(*inputs), a part of the layer. With activation checkpointing the backward pass
-    computes it again; transformers does so for whole layers that are called as modules only.
+def recomputed(layer: Any, function: Callable[..., Tensor], *inputs: Any, **keys: Any) -> Tensor:
+    """function(*inputs, **keys), a part of the layer. With activation checkpointing the backward
+    pass computes it again; transformers does so in the forward of a layer's class only.
     """
     if layer.gradient_checkpointing and layer.training:
-        return checkpoint(function, *inputs, use_reentrant=False)
-    return function(*inputs)
+        return checkpoint(function, *inputs, use_reentrant=False, **keys)
+    return function(*inputs, **keys)

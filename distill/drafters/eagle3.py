@@ -110,6 +110,8 @@ class Eagle3(DraftKind):
         if model.own_embedding:  # speculators 0.9 reads any memory where it is missing
             tensors["embed_tokens.weight"] = embedding
         about = tuned_config(model.about, model.config, embedding, target)
+        if LAYERS in (about.get("eagle_config") or {}):
+            about[LAYERS] = list(model.target_layers)  # vLLM's second runner reads no other place
         (folder / "config.json").write_text(json.dumps(about, indent=2))
         rows = len(tensors["lm_head.weight"])
         if draft.token_ids is not None and rows < len(embedding):  # vLLM refuses a whole head's map

@@ -44,7 +44,7 @@ class LanguageModel(DraftKind):
         with torch.no_grad():
             alone = [model.base_model(input_ids=text).last_hidden_state[0] for text in texts]
             try:
-                together = self.head_input(model, batch).states
+                together = LanguageModel.head_input(self, model, batch).states
                 difference = (together - torch.cat(alone)).abs().max()
                 same = bool(difference <= NEAR * together.abs().max())
             except _OtherAttention:

@@ -20,6 +20,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from distill.drafters.attention import Rotary, rotated
+from distill.drafters.batch import recomputed
 
 # layers of one shape, and the number of tokens that a query sees at most (None: all)
 PLAIN: dict[type, Callable[[Any], int | None]] = {
@@ -83,7 +84,8 @@ def give_layer_forward(model: PreTrainedModel) -> None:
     layers = plain_layers(model)
     for layer in layers:
         window, last = PLAIN[type(layer)](layer.self_attn), layer is layers[-1]
-        layer.forward = partial(layer_forward, layer, window=window, last=last)
+        forward = partial(layer_forward, layer, window=window, last=last)
+        layer.forward = partial(recomputed, layer, forward)
 
 
 def trained_states(

@@ -143,9 +143,7 @@ def _emit(
     """
     drafted = len(draft)
     emitted = [*draft[:accepted], next_token]
-    # The last step does not count in the mean acceptance length if the length limit could have cut
-    # it. If only steps that were cut did not count, long steps would be missing in the mean.
-    run.last_truncated = room < draft_length and room <= drafted
+    run.late += room < draft_length
     end = next((i for i, token in enumerate(emitted) if token in stops), None)
     if end is not None:
         emitted = emitted[: end + 1]

@@ -27,7 +27,7 @@ class PromptRun:
     block_tokens: list[int]  # tokens that the step emitted (baseline: all 1)
     drafted: list[int]  # tokens that the step drafted (baseline: all 0)
     accepted: list[int]  # drafted tokens that verification accepted
-    last_truncated: bool  # the last step was, or could have been, cut by max_new_tokens
+    late: int  # last steps that began too near max_new_tokens for a whole draft and one token more
     group: str | None = None  # prompts of one document or source share it; None: no other prompt
     prefill_tokens: int = 1  # tokens that the prefill emitted; several if an engine drafts for it
     free: list[int] = field(default_factory=list)  # drafted tokens that took no step of a model
@@ -58,7 +58,7 @@ class PromptRun:
             block_tokens=[len(block) for block in emitted[1:]],
             drafted=[0] * len(emitted[1:]),
             accepted=[0] * len(emitted[1:]),
-            last_truncated=False,
+            late=0,
         )
 
     @property
@@ -68,15 +68,19 @@ class PromptRun:
 
     @property
     def whole_blocks(self) -> int:
-        """The number of speculation steps without a last step that the length limit could cut."""
-        return len(self.block_tokens) - int(self.last_truncated and bool(self.block_tokens))
+        """The number of speculation steps that had room for a whole draft.
+
+        Which steps these are does not depend on their own lengths. If only a last step that is cut
+        did not count, long steps would be missing in the mean.
+        """
+        return len(self.block_tokens) - self.late
 
     def problem(self) -> str | None:
         """How drafted, accepted and emitted tokens of a step contradict each other, or None."""
         calls = len(self.block_tokens)
         steps = zip(self.block_tokens, self.drafted, self.accepted, strict=True)
         for i, (emitted, drafted, accepted) in enumerate(steps):
-            cut = i == calls - 1 and self.last_truncated
+            cut = i == calls - 1 and self.late > 0
             # if a drafted token ends the text, no token of the target follows
             ended = i == calls - 1 and 1 <= emitted == accepted == drafted
             if not 0 <= accepted <= drafted:

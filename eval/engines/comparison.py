@@ -425,7 +425,7 @@ class Comparison:
 
     def _resume(self, journal: Journal, tasks: set[Work]) -> None:
         """Take the results that the journal has of these contenders, tasks and settings."""
-        journal.begin("results by contender, stage and prompt")
+        journal.begin("results by contender, stage and prompt", "whole steps")
         work = tasks | {(kind, i) for kind in (DIVERGENCES, LOGPROBS) for i in range(self.count)}
         for contender in self.contenders:
             stages = {kind: f"{kind} of {contender.name or 'target'}" for kind in KINDS}

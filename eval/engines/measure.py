@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
@@ -329,15 +330,16 @@ def _report(comparison: Comparison, rule: str, **facts: Any) -> Report:
                 draft.gone = draft.gone or IDLE
                 continue
             log = comparison.log(draft)
-            counters, reason = _counters(outputs)
+            most = comparison.decoding.max_new_tokens - (log.gamma or 0)
+            counters, reason = _counters(outputs, most)
             missing = log.missing | ({"counters": reason} if reason else {})
             logs.append(replace(log, about=log.about | {"counters": counters}, missing=missing))
     engine = facts["environment"]["engine"]
     return comparison.report(logs, rule, None, engine=engine, **facts)
 
 
-def _counters(outputs: Sequence[Output]) -> tuple[dict[str, Any] | None, str]:
-    """The `counters` of the report and "", or None and the reason."""
+def _counters(outputs: Sequence[Output], most: int) -> tuple[dict[str, Any] | None, str]:
+    """The `counters` of the report and "", or None and the reason. most: see `_tokens_per_step`."""
     counted = [(r.run, r.counters) for r in outputs if r.counters is not None]
     if not counted:
         return None, (
@@ -364,7 +366,7 @@ def _counters(outputs: Sequence[Output]) -> tuple[dict[str, Any] | None, str]:
             "num_draft_tokens": round(drafted),
             "num_accepted_tokens": round(accepted),
             "mean_acceptance_length": measure("mean_acceptance_length", lengths, groups=groups),
-            "tokens_per_step": _tokens_per_step(outputs, accepted),
+            "tokens_per_step": _tokens_per_step(outputs, accepted, most),
             "acceptance_rate": share(
                 "acceptance_rate", [(run.group, c.accepted, c.drafted) for run, c in drafting]
             ),
@@ -380,17 +382,21 @@ def _counters(outputs: Sequence[Output]) -> tuple[dict[str, Any] | None, str]:
     )
 
 
-def _tokens_per_step(outputs: Sequence[Output], accepted: float) -> Measured | None:
+def _tokens_per_step(outputs: Sequence[Output], accepted: float, most: int) -> Measured | None:
     """Tokens per target call after the prefill, also of calls that no draft was made for.
 
     A message has a call's tokens. None if messages have more than the accepted tokens and one more
-    each, because then some have the tokens of several calls; or if no call is whole.
+    each, because then some have the tokens of several calls; or if no call is whole. most: tokens
+    of an output before which a call has room for a whole draft (`PromptRun.whole_blocks`).
     """
     steps = [output.run.block_tokens for output in outputs]
     if sum(sum(tokens) - len(tokens) for tokens in steps) > accepted:
         return None
-    # the length limit may cut the last call
-    whole = [each if out.ended else each[:-1] for each, out in zip(steps, outputs, strict=True)]
-    sums = [(sum(each), len(each)) for each in whole]
-    groups = [output.run.group for output in outputs]
-    return measure("tokens_per_step", sums, groups=groups) if any(whole) else None
+    sums, groups = [], []
+    for output, tokens in zip(outputs, steps, strict=True):
+        before = accumulate(tokens[:-1], initial=output.run.prefill_tokens)
+        whole = [count for count, start in zip(tokens, before, strict=False) if start < most]
+        if whole:
+            sums.append((sum(whole), len(whole)))
+            groups.append(output.run.group)
+    return measure("tokens_per_step", sums, groups=groups) if sums else None

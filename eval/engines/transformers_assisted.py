@@ -272,7 +272,7 @@ def log_steps(
         # an accepted stop token ends the draft, and no token of the target follows
         run.drafted[i] = len(step) if accepted == len(step) else len(draft)
         run.accepted[i] = accepted
-        run.last_truncated = len(draft) == max_new_tokens - done - 1 < draft_length
+        run.late += max_new_tokens - done - 1 < draft_length
         done += len(step)
     return run
 

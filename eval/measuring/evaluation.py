@@ -258,7 +258,12 @@ def evaluate(
             "eager": without_graphs(target.decoder, drafters, lengths) if on_gpu else [],
             "provenance": provenance | {"resumed": journal.resumed},
         },
-        over_stock_generate=measure("over_stock_generate", stock, metrics.speedup_of),
+        over_stock_generate=measure(
+            "over_stock_generate",
+            stock,
+            metrics.speedup_of,
+            [prompt.group for prompt in timed.prompts[: len(stock)]],
+        ),
         answers=[
             TargetOutput(prompt.id, ids, texts[number], prompt.group)
             for prompt, ids, number in zip(evaluation.prompts, evaluation.ids, order, strict=True)
@@ -364,7 +369,7 @@ def _begin(
         _hash_of_numbers(target.checkpoint.spec, logits, dtype),
         [(part.ids, [(p.id, p.category, p.group) for p in part.prompts]) for part in parts],
         asdict(decoding) | {"stops": sorted(decoding.stops)},
-        plan.speed_prompts,
+        [plan.speed_prompts, plan.seconds is None, "whole steps"],
         (device_name(target.model), dtype, torch.__version__),
     )
     return labels

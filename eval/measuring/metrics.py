@@ -155,17 +155,16 @@ def replayed_steps(agreed: Sequence[bool], draft_length: int) -> list[int]:
     agreed: for each token of the target's output, whether the draft's teacher-forced argmax is
     that token. Exact for a draft that computes later tokens as it computes the first, because
     before its first wrong token it reads only the target's text. The output counts as ended by
-    the length limit, which shortens the last drafts; a last step that is cut is left out.
+    the length limit. Whole steps: as in `PromptRun.whole_blocks`.
     """
-    emitted, position, drafted = [], 1, draft_length  # the first token comes from the prefill
-    while position < len(agreed):
-        drafted = min(draft_length, len(agreed) - position - 1)
+    emitted, position = list[int](), 1  # the first token comes from the prefill
+    while position + draft_length < len(agreed):
         right = 0
-        while right < drafted and agreed[position + right]:
+        while right < draft_length and agreed[position + right]:
             right += 1
         emitted.append(right + 1)
         position += emitted[-1]
-    return emitted if drafted == draft_length else emitted[:-1]
+    return emitted
 
 
 def replayed_table(outputs: Sequence[Sequence[bool]], draft_length: int) -> list[PromptSums]:

@@ -166,7 +166,7 @@ class DraftReport(Part):
     )
     tau: Measured | None = Field(
         description="tokens emitted per target call in the decode phase: with the bonus token, "
-        "without the prefill token and a last step that the length limit cut."
+        "without the prefill token and the last steps, which have no room for a whole draft."
     )
     mean_drafted: Quantity | None = Field(description="tokens per target call")
     accepted_over_drafted: Share | None = Field(
@@ -177,11 +177,12 @@ class DraftReport(Part):
     costs: StepCosts | None
     c: Quantity | None = Field(description="seconds of one draft step / of one target step.")
     verify_ratio: Quantity | None = Field(
-        description="time of a call on gamma + 1 tokens / on one."
+        description="time of a call on mean_drafted + 1 tokens / on one."
     )
     predicted_speedup: Measured | None = Field(
-        description="tau * t_target(1) / (gamma * t_draft + t_target(gamma + 1)) from isolated "
-        "forwards, gamma the mean drafted length."
+        description="tau * t_target(1) / (t_draft + t_target(mean_drafted + 1)) from isolated "
+        "forwards, t_draft the time of mean_drafted tokens. The interval is over prompts; the "
+        "forwards' times count as exact."
     )
     predicted_with_prefill: Measured | None = Field(
         None, description="the same for whole outputs, whose prefill no draft shortens."

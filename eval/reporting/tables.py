@@ -122,7 +122,7 @@ CATEGORIES: Cells = [
     ("speed-up", "speedup", shown),
     ("acceptance rate", "alpha", shown),
     ("mean acceptance length", "tau", shown),
-    ("prompts", "alpha.n", str),
+    ("prompts timed", "speedup", prompts_text),
 ]
 # Short definitions; docs/report.md has long ones.
 DEFINITIONS = {

@@ -253,6 +253,20 @@ def test_the_learning_rate_stands_where_steps_or_time_have_come_to(
         assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(3e-3)
 
 
+def test_a_warm_up_of_a_share_is_of_the_steps_that_the_time_allows(
+    tmp_path, tiny_llama, plain_trainer
+):
+    recipe = plain_recipe(tmp_path, max_steps=1000, warmup_steps=0.1)
+    trainer = plain_trainer(recipe, tiny_llama(vocab_size=50), made_answers())
+    trainer.model.train()
+    with Prefetcher(trainer.data, trainer.data.parts(), torch.device("cpu")) as batches:
+        for share, rate in ((0.05, 0.5), (0.1, 1.0), (0.55, 0.5)):
+            trainer.by_time = share
+            trainer.train_step(batches)
+            (group,) = trainer.optimizer.param_groups[:1]
+            assert group["lr"] == pytest.approx(rate * group["initial_lr"])
+
+
 def test_a_training_with_few_steps_in_its_time_warms_up_by_steps(
     tmp_path, tiny_llama, plain_trainer
 ):

@@ -98,6 +98,24 @@ def test_a_plan_has_the_tokens_of_drafts_by_their_depth(random_draft, name, trai
     assert plan.counts[2:]
 
 
+@pytest.mark.parametrize("name", ["pruned", "pard", "uno"])
+def test_layers_that_are_computed_twice_keep_no_activations(random_draft, kept_bytes, name):
+    kind, model = kinds()[name], random_draft(name).train()
+    give_loss_forward(model, kind, forward_kl)
+    batch = planned(batch_of(TEXTS, PROMPTS, seeds=SEEDS), kind, model)
+
+    def read():
+        torch.manual_seed(5)
+        return kind.head_input(model, batch).states
+
+    once = kept_bytes(model, read)
+    model.gradient_checkpointing_enable()
+    twice = kept_bytes(model, read)
+    assert twice[0] < 0.8 * once[0]
+    for gradient, other in zip(once[1], twice[1], strict=True):
+        torch.testing.assert_close(gradient, other)
+
+
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("name", ["dflash", "uno"])
 def test_a_batch_that_draws_no_anchor_is_no_loss(target, random_draft, monkeypatch, name, packed):
@@ -154,7 +172,7 @@ def test_layers_that_do_not_keep_packed_texts_apart_get_a_row_each(tiny_llama):
         more = recurrent if name == "lfm2" else {}
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**shape, **heads, **more))
         before = model.config._attn_implementation
-        assert sibling.packs(model) == right, name
+        assert sibling.packs(model) == kinds()["pard"].packs(model) == right, name
         assert model.config._attn_implementation == before
 
 

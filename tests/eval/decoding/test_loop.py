@@ -74,19 +74,19 @@ def test_the_first_token_comes_after_the_draft_has_read_the_prompt(target, monke
     assert (run.prefill_seconds, run.block_seconds) == (5, [0, 0])
 
 
-def test_only_a_last_step_that_had_room_for_fewer_is_left_out(target, adversary, drafter):
-    """A step cut at the limit counts, cut or not, only where it could not be cut."""
+def test_steps_that_had_room_for_fewer_are_left_out(target, adversary, drafter):
+    """However many tokens they emit: else long steps would be missing in the mean."""
     how, seen = Decoding(Sampling(), NEVER, 12), []
     opposed = drafter(adversary(target))
     run = decode(target, opposed, PROMPT, IDS, how, 4, lambda run: seen.append(len(run.tokens)))
     assert seen == [*range(1, 13)]
     # a token a step: from the eighth step on fewer than four drafted tokens have room
     assert run.block_tokens == [1] * 11
-    assert run.last_truncated
+    assert (run.late, run.whole_blocks) == (4, 7)
     assert run.drafted == [4] * 7 + [3, 2, 1, 0]
-    for length, cut in ((10, False), (11, True)):
+    for length, late in ((10, 0), (11, 1)):
         run = decode(target, drafter(target), PROMPT, IDS, how, length)
-        assert run.last_truncated == cut
+        assert run.late == late
 
 
 def test_random_numbers_depend_on_the_seed_and_the_prompt(tiny, target, drafter):

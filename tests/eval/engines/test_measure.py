@@ -61,7 +61,7 @@ def compare(drafting, plain, prompts=PROMPTS, temperature=0.0, timeout=TIMEOUT, 
     [
         ([1, 3, 1, 3, 1], 2, True, 3.0, 2.0),  # vLLM's first runner: two steps without a draft
         ([1, 3, 1, 3, 1], 4, True, 2.0, 2.0),  # its second runner drafts in each step
-        ([1, 3, 1, 3, 1], 4, False, 2.0, 7 / 3),  # the last step may be cut
+        ([1, 3, 1, 3, 1, 1], 5, True, 1.8, 2.0),  # the last step has no room for a whole draft
         ([1, 4, 4], 4, True, 2.0, None),  # two steps in a message
     ],
 )
@@ -70,11 +70,22 @@ def test_tokens_per_step_do_not_depend_on_when_a_method_drafts(
 ):
     run = PromptRun.of(PROMPTS[0], 3, [0.1] * len(emitted), [[7] * n for n in emitted])
     counts = Speculation(drafts, 3 * drafts, 4.0, [2.0, 2.0, 0.0])
-    counters, _ = measure._counters([Output(run, [1, 2, 3], ended, counts)])
+    counters, _ = measure._counters([Output(run, [1, 2, 3], ended, counts)], 9)
     assert counters["mean_acceptance_length"].mean == length
     assert (counters["tokens_per_step"] and counters["tokens_per_step"].mean) == (
         per_step and pytest.approx(per_step)
     )
+
+
+def test_outputs_without_a_whole_step_have_no_part_in_the_interval():
+    runs = [PromptRun.of(PROMPTS[0], 3, [0.1] * 2, [[7], [7]]) for _ in range(12)]
+    for number, run in enumerate(runs):
+        run.group = str(number)
+    counts = Speculation(1, 3, 0.0, [0.0] * 3)
+    outputs = [Output(run, [1, 2, 3], True, counts) for run in runs]
+    outputs[0].run.prefill_tokens = 0  # the only one that has room for a whole draft
+    counters, _ = measure._counters(outputs, 1)
+    assert (counters["tokens_per_step"].mean, counters["tokens_per_step"].n) == (1.0, 1)
 
 
 @pytest.mark.parametrize("length", [4096, 2048])

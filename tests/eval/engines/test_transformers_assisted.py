@@ -110,20 +110,19 @@ def test_blocks_by_hand(last, drafted, accepted):
 
 
 @pytest.mark.parametrize(
-    ("last", "max_new_tokens", "truncated"),
+    ("last", "max_new_tokens", "late"),
     [
-        (([5], [5, 6]), 6, True),  # one token was drafted where three are due
-        (([5], [9]), 6, True),  # the same, and rejected
-        (([], [5]), 5, True),  # there was no room for any
-        (([9], [9]), 7, False),  # the draft ended before the room did
-        (([5, 6, 7], [5, 6, 7, 8]), 8, False),  # a full draft fits
+        (([5], [5, 6]), 6, 2),  # one token was drafted where three are due
+        (([5], [9]), 6, 2),  # the same, and rejected
+        (([], [5]), 5, 2),  # there was no room for any
+        (([9], [9]), 7, 1),  # the same, where the draft ends before the room does
+        (([5, 6, 7], [5, 6, 7, 8]), 8, 0),  # a full draft fits
     ],
 )
-def test_a_block_that_the_length_limit_can_cut_does_not_count(last, max_new_tokens, truncated):
+def test_a_block_that_the_length_limit_can_cut_does_not_count(last, max_new_tokens, late):
     run = logged(([1, 1, 1], [2]), last, max_new_tokens=max_new_tokens)
     assert run.problem() is None
-    assert run.last_truncated == truncated
-    assert run.whole_blocks == (1 if truncated else 2)
+    assert (run.late, run.whole_blocks) == (late, 2 - late)
 
 
 def test_each_prompt_has_random_numbers_of_its_own(tiny_llama):
