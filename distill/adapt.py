@@ -69,6 +69,7 @@ from distill.traffic import (
 from distill.training_setup import continued_rate, usual_rate
 from eval import run as evaluation
 from eval.decoding.drafters.formats import published_format
+from eval.measuring.journal import JOURNAL
 from eval.prompts import load_prompts
 from eval.reporting.fields import Report, read_report
 from eval.reporting.files import write_report
@@ -171,6 +172,16 @@ def tidy(home: Path, oldest: float) -> None:
     ]
     for path in (home / "work", *drafts, *reports):
         remove(path)
+    forget_outputs(home)
+    rows = home / "rows.jsonl"
+    if rows.exists():
+        write_rows(rows, [row for row in stored_rows(rows) if row["time"] > oldest])
+
+
+def forget_outputs(home: Path) -> None:
+    """Delete the outputs of measurements that have failed: reports have none."""
+    for path in home.glob(f"reports/*/*/report/{JOURNAL}"):
+        remove(path)
 
 
 def adapt(args: AdaptOptions, about: dict[str, Any]) -> tuple[int, str]:
@@ -208,6 +219,7 @@ def adapt(args: AdaptOptions, about: dict[str, Any]) -> tuple[int, str]:
             status, reason = gated(args, recipe, served, reports, home / "drafts" / name)
     finally:
         remove(work)
+        forget_outputs(home)
     state.until = rows.newest
     if status == PUBLISHED:
         of_served = {served.name: state.trained.get(served.name, [])}  # for a rollback

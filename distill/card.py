@@ -215,11 +215,15 @@ def derived_licence(specs: list[str]) -> tuple[str | None, str]:
     if len(set(stated.values())) > 1:
         listed = ", ".join(f"{name}: {licence}" for name, licence in stated.items())
         return None, f"the licences differ ({listed})"
-    return next(iter(stated.values())), f"as stated by {' and '.join(stated)}"
+    licence = next(iter(stated.values()))
+    return licence and licence.partition(":")[0], f"as stated by {' and '.join(stated)}"
 
 
 def _stated_licence(spec: str) -> str | None:
-    """The licence in a checkpoint's card or a GGUF file's metadata; None where there is none."""
+    """The licence in a checkpoint's card or a GGUF file's metadata; None where there is none.
+
+    One that is `other` has its name behind it, because two of them are not the same.
+    """
     path = Path(spec).expanduser()
     if in_one_file(spec):
         stated = value_of(resolve_file(spec), "general.license")
@@ -231,4 +235,4 @@ def _stated_licence(spec: str) -> str | None:
     except (LocalEntryNotFoundError, HfHubHTTPError, HTTPError, ConnectionError):
         return None  # `unmet_conditions` asks for it
     licence: str | None = card.data.license
-    return licence
+    return f"other: {card.data.get('license_name')}" if licence == "other" else licence

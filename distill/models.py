@@ -245,7 +245,8 @@ def check_prunable(
 
 def forced_tokens(target: Vocabulary) -> set[int]:
     """Ids that a trimmed head always keeps: stops, special tokens, single-byte tokens."""
-    return {*target.all_stops, *target.tokenizer.all_special_ids, *byte_units(target.tokens)}
+    kept = {*target.all_stops, *target.tokenizer.all_special_ids, *byte_units(target.tokens)}
+    return {i for i in kept if i < target.vocab_size}  # a special token may have no entry
 
 
 def target_loader(

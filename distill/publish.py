@@ -21,6 +21,7 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import json
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,15 @@ from align.checkpoint import Checkpoint, refuse_damaged, weights_sha256
 from align.command_line import Options, option
 from align.errors import UserError
 from align.files import atomic_folder, read_json, refuse_unwritable
-from distill.card import TAG, Publication, derived_licence, draft_weights, in_one_file, write_card
+from distill.card import (
+    TAG,
+    Publication,
+    derived_licence,
+    draft_weights,
+    in_one_file,
+    public_name,
+    write_card,
+)
 from distill.recipe_files import read_yaml
 from eval.decoding.drafters.mtp import SERVED
 from eval.reporting.fields import REFERENCE, Report, read_report
@@ -71,8 +80,9 @@ def unmet_conditions(
     weights: the hashes of the draft's weights. source: the licence's source, or why it is unknown.
     """
     unmet = []
+    named = run.name if run.is_absolute() else run  # a card has it, too
     for report in reports:
-        again = f"measure it again: python -m eval.run --run {run.name}"
+        again = f"measure it again: python -m eval.run --run {named}"
         if report.engine != REFERENCE:
             again = "measure it again with the command in its provenance"
         drafts = {name: d for name, d in report.drafts.items() if d.sha256 in weights}
@@ -84,7 +94,7 @@ def unmet_conditions(
         elif not drafts:
             unmet.append(
                 f"The report of engine {report.engine} does not say which weights were served; "
-                f"measure it again with --run {run.name} and --base_url tuned=URL."
+                f"measure it again with --run {named} and --base_url tuned=URL."
             )
         for name, draft in drafts.items():
             if draft.lossless.unexplained:
@@ -101,7 +111,7 @@ def unmet_conditions(
         if report.prompts.overlap_with_training is None:
             unmet.append(
                 f"The report of engine {report.engine} does not know whether its prompts were "
-                f"trained on; measure it again with --run {run.name} and without --prompts."
+                f"trained on; measure it again with --run {named} and without --prompts."
             )
         elif report.prompts.overlap_with_training > 0:
             unmet.append(
@@ -158,7 +168,9 @@ def publish(
         raise UserError(
             f"{destination} exists already: give the name of a new folder, or remove it"
         )
-    copy_draft(run, destination, measured, Publication(name, licence, source, unmet))
+    about = Publication(name, licence, source, unmet)
+    named = recipe.get("target_hub_id") or public_name(recipe["target"])
+    copy_draft(run, destination, measured, about, named)
     print(f"draft: {destination}")
     target = destination.with_name(f"{destination.name}-target")
     if in_one_file(recipe["target"]) and to is not None and not target.exists():
@@ -169,12 +181,36 @@ def publish(
         print(f"pushed: {push_folder(destination, push_to_hub, public)}")
 
 
-def copy_draft(run: Path, place: Path, reports: Sequence[Report], publication: Publication) -> None:
-    """Copy the run's draft to `place`, with a model card; the folder appears whole."""
+def copy_draft(
+    run: Path,
+    place: Path,
+    reports: Sequence[Report],
+    publication: Publication,
+    target: str | None = None,
+) -> None:
+    """Copy the run's draft to `place`, with a model card; the folder appears whole.
+
+    target: its name on the Hub, for the files of the draft.
+    """
     with atomic_folder(place) as folder:
         # `SERVED` has links to the target's own files
         shutil.copytree(run / "draft", folder, symlinks=True, dirs_exist_ok=True)
+        if target is not None:
+            name_target(folder, target)
         write_card(folder, run, reports, publication)
+
+
+def name_target(folder: Path, target: str) -> None:
+    """Put the target's name into the files of a draft that name it, by a path as it may be."""
+    path = folder / "config.json"
+    config = read_json(path)
+    if verifier := config.get("speculators_config", {}).get("verifier"):
+        verifier["name_or_path"] = target
+        path.write_text(json.dumps(config, indent=2))
+    adapter = folder / "adapter_config.json"
+    if adapter.exists():
+        about = read_json(adapter) | {"base_model_name_or_path": target}
+        adapter.write_text(json.dumps(about, indent=2))
 
 
 def push_folder(folder: Path, repo_id: str, public: bool) -> str:

@@ -114,12 +114,14 @@ def usable(
             dropped["redacted"] += 1
         elif counts[of_newest_day] == limit:
             dropped[f"beyond {limit} rows"] += 1
-        elif (text := prompt_text(row)) is None:
+        elif (prompt := as_prompt(row)) is None:
             dropped["not readable"] += 1
-        elif near.repeats(text):
+        elif prompt.response_format:
+            dropped["with a response_format"] += 1
+        elif near.repeats(prompt.text):
             dropped["near-duplicates"] += 1
         else:
-            near.add(text)
+            near.add(prompt.text)
             counts[of_newest_day] += 1
             kept.append(row)
     age = f", the newest {(now - kept[0]['time']) / 3600:.1f} hours old" if kept else ""
@@ -127,10 +129,10 @@ def usable(
     return kept
 
 
-def prompt_text(row: Row) -> str | None:
-    """The text by which near-duplicates are found; None for a row that is no prompt."""
+def as_prompt(row: Row) -> Prompt | None:
+    """The row's prompt; None for a row that is none."""
     try:
-        return parse_row(row, "traffic", 0).text
+        return parse_row(row, "traffic", 0)
     except PromptError:
         return None
 

@@ -263,7 +263,10 @@ def check(args: AliveOptions) -> dict[str, Any]:
     # 2. Comparison with what is stated, and with the server.
     faults, remarks = list[str](), list[str]()
     weak, few = rate - by_luck < LEAST_ABOVE_CHANCE, len(accepted) < FEWEST
-    dead = not few and (not more(accepted, by_chance) or bool(weak and own_prompts))
+    shown = more(accepted, by_chance)
+    # few tokens that show no life show no death: acceptance must be shown to be below
+    below = fewer(float(accepted.sum()), len(accepted), min(1.0, by_luck + LEAST_ABOVE_CHANCE))
+    dead = not few and below and (own_prompts or not shown)
     if args.run:
         stated = reported(args.run, outputs)
         remarks.append(f"its report has acceptance {stated:.2f} on these prompts")
@@ -292,7 +295,7 @@ def check(args: AliveOptions) -> dict[str, Any]:
     status, verdict = ALIVE, "alive"
     if dead or faults:
         status, verdict = DEAD, "dead" if dead else "faulty"
-    elif few or weak:
+    elif few or weak or not shown:
         status, verdict = INCONCLUSIVE, "not known; give --prompts of its domain"
     return result | {"verdict": verdict, "exit_status": status, "faults": faults, "notes": remarks}
 

@@ -68,6 +68,12 @@ UNTOLD = {
 }
 
 
+SPECULATES = (
+    "The target alone speculates; take speculation out of --server_args, its files, and the "
+    "environment (LLAMA_ARG_SPEC_TYPE)."
+)
+
+
 def client_of(url: str, engine: str | None) -> type[EngineServer]:
     """The client for a running server, by the owner that its models name.
 
@@ -203,8 +209,11 @@ def measure_started(
                 raise ServerError(launcher.unreadable[draft])
             with launcher.serve(draft, draft_length, method) as url:
                 server = launcher.client(url, PATIENCE)
-                if idle([_warm_up(server, task)]) and draft not in N_GRAMS | {""}:
+                first = _warm_up(server, task)
+                if idle([first]) and draft not in N_GRAMS | {""}:
                     raise ServerError(IDLE)
+                if not draft and first.counters and first.counters.drafts:
+                    raise ServerError(SPECULATES)
                 facts = {"engine_version": server.version}
                 reported.append([json.dumps(shared), name, launcher.runner, facts])
                 if task.journal:  # for a later process, which may start no server

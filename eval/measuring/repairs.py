@@ -23,6 +23,7 @@ from align.files import read_json
 from eval.decoding.drafters.compact import weights_of
 
 LAYERS = {"eagle_aux_hidden_state_layer_ids", "target_layer_ids", "layers"}  # by kind of file
+LAYERS |= {"aux_hidden_state_layer_ids"}
 ROPE = "rope_theta"
 BASES = 1e4, 5e5, 1e6  # rotary bases of most published models
 
@@ -80,8 +81,9 @@ def repairs(folder: Path, target: Mapping[str, Any]) -> Iterator[Repair]:
         named = {name: tensor for name, tensor in tensors.items() if name.endswith(ends)}
         return Repair(cause, tensors={name: change(tensor) for name, tensor in named.items()})
 
-    size = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-    for pairs in (True, False):
+    attends = any(name.endswith("q_proj.weight") for name in tensors)  # Medusa has no attention
+    size = shape.get("head_dim") or shape["hidden_size"] // shape.get("num_attention_heads", 1)
+    for pairs in (True, False) if attends else ():
         cause = "q_proj and k_proj have the order of rows of another rotary layout"
         turn = partial(_turned, size=size, pairs=pairs)
         yield rewritten(cause, ("q_proj.weight", "k_proj.weight"), turn)

@@ -49,7 +49,8 @@ def test_only_json_tokenizer_and_safetensors_come_from_the_hub(checkpoint, monke
     assert model.folder == checkpoint
     model.fetch()  # without an index, a part may be missing
     assert set(asked[1]) - set(asked[0]) == {"*.safetensors"}
-    assert not [p for p in asked[1] if "bin" in p or p.endswith((".pt", ".py"))]
+    pickles = [p for p in asked[1] if "bin" in p or p.endswith((".pt", ".py"))]
+    assert pickles == ["mask_embedding.pt"]  # a draft with one is refused
     weights.unlink()
     assert not model.has_weights
 
@@ -89,6 +90,11 @@ def test_the_hash_of_weights_covers_every_file(tmp_path):
         expected = of_list if len(shards) > 1 else sums[0][:64]
         assert weights_sha256(tmp_path) == expected
     assert weights_sha256(tmp_path / "none") is None
+    # an index of the Hub, whose files are not here yet
+    shards = {"weight_map": {"weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "model.safetensors.index.json").write_text(json.dumps(shards))
+    assert weights_sha256(tmp_path / "hub") is None
 
 
 def test_one_folder_comes_from_the_hub(checkpoint, monkeypatch):

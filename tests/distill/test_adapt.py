@@ -33,10 +33,11 @@ from distill.gate import FAILED, NOTHING, PUBLISHED, REFUSED, judged, lower_boun
 from distill.recipe import OWN, TRAINING, build_recipe, dump
 from distill.recipe_files import read_yaml, yaml_text
 from distill.teacher.logged_rows import WITHOUT_HALF, LeftOut
-from distill.traffic import DAY, Split, digest, read_traffic, rows_of, split, usable
+from distill.traffic import DAY, Split, digest, read_traffic, rows_of, split, usable, write_rows
 from eval.decoding.target import load_target
 from eval.engines.start_vllm import VllmLauncher, serve_vllm, speculation
 from eval.measuring.intervals import Starts
+from eval.measuring.journal import JOURNAL
 from eval.measuring.runs import REFERENCE_ONLY
 from eval.prompts import Prompt, write_prompts
 from eval.reporting.build import build_report
@@ -236,6 +237,10 @@ def kept(*rows, limit=100):
     evaluated = [Prompt("0", EVALUATED)]
     usual = usable(rows, evaluated, 100 * DAY, 30, redact, limit, LeftOut())
     return [r["time"] / DAY for r in usual]
+
+
+def test_rows_that_only_a_server_can_answer_are_left_out():
+    assert kept(row(99), row(98) | {"response_format": {"type": "json_object"}}) == [99]
 
 
 @pytest.mark.parametrize("rows", [[], [{"messages": []}], [row(1), {"messages": []}]])
@@ -631,6 +636,21 @@ def test_links_to_the_target_of_a_served_mtp_draft_stay_links(loop):
     copy = module.served_draft(loop.run) / "served"
     assert all((copy / path.name).is_symlink() for path in served.iterdir())
     assert (copy / "tuned.safetensors").resolve() == copy.parent / "model.safetensors"
+
+
+def test_what_users_wrote_is_not_kept_longer(loop, monkeypatch):
+    """By no call, whatever it ends with."""
+    assert loop.call() == PUBLISHED
+    monkeypatch.setattr(module, "write_rows", write_rows)
+    rows = loop.home / "rows.jsonl"
+    stored = [row(0) | {"time": loop.now - age * DAY} for age in (1, 29)]
+    rows.write_text("".join(json.dumps(each) + "\n" for each in stored))
+    outputs = loop.home / "reports" / "2027-01-01T00-00-00Z" / "recent" / "report" / JOURNAL
+    outputs.parent.mkdir(parents=True)
+    outputs.write_text("of a measurement that was killed")
+    loop.call()  # a week later
+    assert [json.loads(line) for line in rows.read_text().splitlines()] == stored[:1]
+    assert not outputs.exists()
 
 
 def test_a_clock_that_went_back_is_told(loop, capsys):

@@ -1,6 +1,8 @@
 """What a run needs: memory from configs, and the disk for the hidden states."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -11,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from align.checkpoint import Checkpoint
 from align.errors import UserError
+from align.files import read_json
+from align.vocabulary import mask_token
 from distill import models, needs, train
 from distill.train import run
 from eval.prompts import PromptSet
@@ -133,6 +137,23 @@ def test_the_layers_of_a_draft_need_memory(job, tmp_path, monkeypatch, capsys, k
     (needed,) = re.findall(r"memory.*: ([\d.,]+) GiB needed", capsys.readouterr().out)
     ends, layer = 2 * 128_256 * 4096, 218_112_000  # parameters
     assert float(needed) == pytest.approx(1.3 * 16 * (ends + layers * layer) / 2**30, rel=1e-2)
+
+
+def test_a_special_token_beyond_the_head_has_no_entry(folder, tmp_path):
+    """As the padding that many fine-tunes of Llama 2 add; its id is that of no row."""
+    shutil.copytree(folder / "roomy", tmp_path / "target")
+    path = tmp_path / "target" / "config.json"
+    about = read_json(path)
+    checkpoint = Checkpoint.open(tmp_path / "target")
+    checkpoint.tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    checkpoint.tokenizer.save_pretrained(tmp_path / "target")
+    count = len(checkpoint.tokenizer) - 1
+    path.write_text(json.dumps(about | {"vocab_size": count}))
+    words = Checkpoint.open(tmp_path / "target").vocabulary
+    assert words.tokenizer.pad_token_id == words.vocab_size == count
+    assert count not in models.forced_tokens(words)
+    with pytest.raises(UserError, match="no entry that no text uses"):
+        mask_token(words)
 
 
 @pytest.mark.parametrize("name", ["target", "large"])

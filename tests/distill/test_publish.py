@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 
 from align.checkpoint import Checkpoint, weights_sha256
+from align.files import read_json
 from distill import publish as publishing
 from distill.card import derived_licence, is_hub_id, public_name, short_name
 from distill.publish import check_files, main, reports_of
@@ -395,3 +396,28 @@ def test_licences_are_those_of_what_the_draft_derives_from(tmp_path):
 
     assert derived("target", "sibling") == ("mit", "as stated by target and sibling")
     assert derived("target", "other")[0] is derived("target", "bare")[0] is None
+
+
+def test_two_licences_without_a_usual_name_are_not_one(tmp_path):
+    for name in ("qwen", "qwen-research"):
+        (tmp_path / name).mkdir()
+        text = f"---\nlicense: other\nlicense_name: {name}\n---\n"
+        (tmp_path / name / "README.md").write_text(text)
+    both = [str(tmp_path / name) for name in ("qwen", "qwen-research")]
+    assert derived_licence(both)[0] is None
+    assert derived_licence(both[:1])[0] == "other"
+
+
+def test_files_of_a_published_draft_name_the_target_and_no_folder(run, tmp_path):
+    secret = str(tmp_path / "clients" / "target")
+    config = read_json(run / "draft" / "config.json")
+    config["speculators_config"] = {"verifier": {"name_or_path": secret}}
+    (run / "draft" / "config.json").write_text(json.dumps(config))
+    (run / "draft" / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": secret})
+    )
+    publishing.publish(run, to=tmp_path / "code-draft", force=True)
+    for path in (tmp_path / "code-draft").glob("*.json"):
+        assert "clients" not in path.read_text()
+    adapter = read_json(tmp_path / "code-draft" / "adapter_config.json")
+    assert adapter["base_model_name_or_path"] == "org/target-135m"

@@ -20,6 +20,7 @@ from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
+from eval.measuring.repairs import repairs
 from eval.measuring.runs import Speculation
 from eval.options import RunOptions
 from eval.prompts import Prompt, PromptSet
@@ -247,6 +248,13 @@ def test_a_head_below_its_report_is_faulty(
     assert len(json.loads(capsys.readouterr().out)["faults"]) == status
 
 
+def test_a_head_without_attention_has_repairs_too(tmp_path):
+    """As Medusa's."""
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 4, "num_heads": 2}))
+    save_file({"blocks.0.layers.0.weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
+    assert list(repairs(tmp_path, {"vocab_size": 9}))
+
+
 def test_few_tokens_tell_nothing(target, outputs, good, monkeypatch, capsys):
     few = alive.Outputs(outputs.ids[:7], outputs.runs[:7], outputs.states[:7])
     assert check(target, few, good, monkeypatch) == alive.INCONCLUSIVE
@@ -258,7 +266,7 @@ def test_low_acceptance_may_be_of_another_domain(target, outputs, good, monkeypa
     keep = torch.arange(PROMPTS * TOKENS) % 8 == 0
     monkeypatch.setattr(alive.Outputs, "chance", lambda *_: torch.zeros_like(keep))
     monkeypatch.setattr(alive.Outputs, "accepted", lambda *args: right(*args) & keep)
-    monkeypatch.setattr(alive, "LEAST_ABOVE_CHANCE", 0.2)
+    monkeypatch.setattr(alive, "LEAST_ABOVE_CHANCE", 0.5)
     assert check(target, outputs, good, monkeypatch) == alive.INCONCLUSIVE
     assert json.loads(capsys.readouterr().out)["acceptance"] == 0.125
     assert check(target, outputs, good, monkeypatch, prompts="own.jsonl") == alive.DEAD

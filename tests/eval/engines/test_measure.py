@@ -106,6 +106,13 @@ def test_server_args_do_not_set_speculation(tmp_path, prompts, pair, start, opti
     assert not starter.started
 
 
+def test_a_target_alone_that_speculates_is_found(tmp_path, prompts, pair, start, capsys):
+    """By a variable or a file of options that only the server reads."""
+    start().make = lambda config: FakeVllm(step=3)
+    assert command(prompts, tmp_path, *pair, "--gamma", "2") == 2
+    assert "alone speculates" in capsys.readouterr().err
+
+
 def test_a_whole_report_of_two_servers(fake):
     report = compare(fake(3), fake(1), gamma=3)
     draft = report.drafts["served"]
