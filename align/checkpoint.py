@@ -14,6 +14,7 @@ For the same reason code that comes with a checkpoint is never run.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -47,6 +48,10 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _HEAD_BIASES = ("lm_head.bias", "embed_out.bias")
 _OF_WEIGHTS = {"compressed-tensors": "config_groups", "modelopt": "quant_algo"}  # else empty
+# keys of config.json that change no logits, or only the dtype, which is stated beside it
+_NOT_COMPUTED = set(
+    "_name_or_path transformers_version dtype torch_dtype architectures use_cache auto_map".split()
+)
 _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "BOOL")  # of weights, ids and masks
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -227,6 +232,19 @@ class Checkpoint:
     def sha256(self) -> str | None:
         """The hash of its weights, as `weights_sha256`."""
         return weights_sha256(self.folder)
+
+    @property
+    def config_sha256(self) -> str:
+        """A hash of what config.json says of computing texts: with another rotary scaling, the same
+        weights are another model.
+        """
+        about = self.config_json.get("text_config") or self.config_json
+        kept = {
+            key: value
+            for key, value in about.items()
+            if key not in _NOT_COMPUTED and not key.endswith("_token_id")
+        }
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
     def names(self) -> dict[str, Path]:
         """The file of each tensor that is on this machine."""

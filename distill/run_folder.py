@@ -93,6 +93,8 @@ def claim_folder(
         "tokenizer": words.sha256,
         "chat template": hashlib.sha256((words.chat_template or "").encode()).hexdigest(),
     }
+    if not recipe.remote_target:
+        models["target config"] = pair.target.config_sha256
     if target is not None:
         models["target weights"] = target.store.key["target weights"]
     elif not recipe.remote_target:

@@ -210,7 +210,12 @@ def _added(
         return None
     if not text.startswith(before):
         return None
-    return list(tokenizer(text.removeprefix(before), add_special_tokens=False)["input_ids"])
+    read, whole, alone = (
+        list(tokenizer(part, add_special_tokens=False)["input_ids"])
+        for part in (before, text, text.removeprefix(before))
+    )
+    # alone, SentencePiece puts a space before the text
+    return whole[len(read) :] if whole[: len(read)] == read else alone
 
 
 def _refuse_unread(prompt: Prompt, template: str) -> None:

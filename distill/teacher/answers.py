@@ -70,7 +70,8 @@ def open_store(settings: AnswerSettings, target: Checkpoint, dtype: str, stores:
     """
     key = {}
     if PartialState().is_local_main_process:  # it reads all the target's weights
-        key = {"target weights": target.sha256, "dtype": dtype}
+        key = {"target weights": target.sha256, "target config": target.config_sha256}
+        key |= {"dtype": dtype}
     first = from_first(key)
     if key not in ({}, first):
         raise UserError(

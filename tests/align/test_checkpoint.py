@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from align.checkpoint import Checkpoint, weight_files, weights_sha256
 from align.errors import SourceError, UserError, abridged
+from align.files import read_json
 from tests.align.conftest import PYTHON, ROOT
 
 
@@ -95,6 +96,17 @@ def test_the_hash_of_weights_covers_every_file(tmp_path):
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "model.safetensors.index.json").write_text(json.dumps(shards))
     assert weights_sha256(tmp_path / "hub") is None
+
+
+def test_the_hash_of_the_config_is_of_what_is_computed(checkpoint):
+    path = checkpoint / "config.json"
+    about, before = read_json(path), Checkpoint.open(checkpoint).config_sha256
+    for changes, same in (
+        ({"dtype": "float16", "transformers_version": "9", "eos_token_id": 7}, True),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, False),
+    ):
+        path.write_text(json.dumps(about | changes))
+        assert (Checkpoint.open(checkpoint).config_sha256 == before) == same
 
 
 def test_one_folder_comes_from_the_hub(checkpoint, monkeypatch):

@@ -469,6 +469,27 @@ def test_a_logged_output_is_rendered_up_to_its_stop_token(letters, message, expe
     assert render_output(prompt, letters, stops) is None
 
 
+def test_sentencepiece_puts_no_space_before_an_output():
+    """Alone it does, and the target did not."""
+    model = models.BPE({"<unk>": 0, "\u2581": 1, "H": 2, "i": 3, "?": 4, "\n": 5}, [])
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.add_special_tokens(["<|user|>", "<|assistant|>", "</s>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    prompt = Prompt(
+        "1",
+        messages=[{"role": "user", "content": "Hi?"}],
+        logged_output={"message": {"role": "assistant", "content": "Hi"}},
+    )
+    end = tokenizer.eos_token_id
+    assert tokenizer("\nHi", add_special_tokens=False)["input_ids"] == [1, 5, 2, 3]
+    assert render_output(prompt, tokenizer, {end}) == [5, 2, 3, end]
+
+
 # as GLM's: no turn has an end, and a thought is shown only after the last turn of the user
 GLM = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>"
