@@ -20,8 +20,8 @@ def test_loads_from_its_folder_without_a_network(tmp_path, monkeypatch):
     drafted, outputs = [[1, 2, 3, 4, 5], [1, 9, 3]], [[1, 2, 3, 4, 5], [1, 2, 3]]
     found = metric.compute(predictions=drafted, references=outputs, gamma=3)
     assert (found["alpha"]["mean"], found["alpha"]["n"]) == (7 / 8, 2)
-    few = dict.fromkeys(("ci95", "freedom"))  # of two outputs
-    assert found["tau"] == {"mean": 2.5, "n": 2, "clusters": 2, "range": [1.0, 4.0], **few}
+    few = dict.fromkeys(("ci95", "freedom"))  # one output has room for a draft of three
+    assert found["tau"] == {"mean": 4.0, "n": 1, "clusters": 1, "range": [4.0, 4.0], **few}
     found = metric.compute(predictions=[[1, 2]], references=[[1, 3]])
     assert (found["alpha"]["mean"], found["tau"]) == (0.5, None)
     with pytest.raises(ValueError, match="1 predictions for 2 tokens"):
