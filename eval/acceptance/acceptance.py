@@ -30,8 +30,8 @@ gamma: the draft length of tau.
 
 Returns `alpha` (acceptance rate) and `tau` (mean acceptance length), each {"mean", "ci95", "n",
 "clusters", "freedom", "range"}: interval and range over the outputs; ci95 is null for fewer than
-10. tau counts the bonus token, and neither the prefill token nor last steps without room for a whole
-draft; it is null where no output is long enough for one whole step.
+10. tau counts the bonus token, and neither the prefill token nor last steps without room for a
+whole draft; it is null where no output is long enough for one whole step.
 """
 
 
