@@ -59,6 +59,7 @@ from distill.teacher.store import TEACHER
 from distill.traffic import (
     DAY,
     Split,
+    forget_rows,
     read_traffic,
     rows_of,
     split,
@@ -165,22 +166,17 @@ def tidy(home: Path, oldest: float) -> None:
     """Delete what a killed call has left, and drafts and expired reports that no link names."""
     linked = {(home / link).resolve().name for link in ("current", "previous")}
     drafts = [path for path in home.glob("drafts/*") if path.name not in linked]
-    reports = [
-        path
-        for path in home.glob("reports/*")
-        if path.name not in linked and path.stat().st_mtime < oldest
-    ]
-    for path in (home / "work", *drafts, *reports):
+    old = (path for path in home.glob("reports/*") if path.stat().st_mtime < oldest)
+    reports = [path for path in old if path.name not in linked]
+    for path in (*drafts, *reports):
         remove(path)
-    forget_outputs(home)
-    rows = home / "rows.jsonl"
-    if rows.exists():
-        write_rows(rows, [row for row in stored_rows(rows) if row["time"] > oldest])
+    clear(home)
+    forget_rows(home / "rows.jsonl", oldest)
 
 
-def forget_outputs(home: Path) -> None:
-    """Delete the outputs of measurements that have failed: reports have none."""
-    for path in home.glob(f"reports/*/*/report/{JOURNAL}"):
+def clear(home: Path) -> None:
+    """Delete a call's folder, and outputs of measurements that have failed: reports have none."""
+    for path in (home / "work", *home.glob(f"reports/*/*/report/{JOURNAL}")):
         remove(path)
 
 
@@ -218,8 +214,7 @@ def adapt(args: AdaptOptions, about: dict[str, Any]) -> tuple[int, str]:
             reports = home / "reports" / name
             status, reason = gated(args, recipe, served, reports, home / "drafts" / name)
     finally:
-        remove(work)
-        forget_outputs(home)
+        clear(home)
     state.until = rows.newest
     if status == PUBLISHED:
         of_served = {served.name: state.trained.get(served.name, [])}  # for a rollback
@@ -256,11 +251,10 @@ def training_recipe(args: AdaptOptions, served: Path, work: Path) -> Recipe:
     """The recipe of the run in `work` that continues from the served draft."""
     run = read_yaml(args.run / "recipe.yaml")
     values = {key: run[key] for key in KEPT if key in run}
-    earlier, rate = build_recipe(run), run.get("learning_rate")
+    earlier = build_recipe(run)
     if not earlier.starts_trained:  # the run's learning rate was for new weights
-        if rate is None:
-            width = Checkpoint.open(run["target"]).text_config.hidden_size
-            rate = usual_rate(earlier, width)
+        width = Checkpoint.open(run["target"]).text_config.hidden_size
+        rate = run.get("learning_rate") or usual_rate(earlier, width)
         values["learning_rate"] = continued_rate(earlier.kind, rate)
     if run.get("dtype") == "bfloat16":
         values.pop("dtype")  # this machine's CPU may be slow in it (`usual_dtype`)

@@ -78,6 +78,12 @@ def stored_rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.open(encoding="utf-8")] if path.exists() else []
 
 
+def forget_rows(path: Path, oldest: float) -> None:
+    """Delete the rows that `write_rows` has written and that are as old."""
+    if path.exists():
+        write_rows(path, [row for row in stored_rows(path) if row["time"] > oldest])
+
+
 def digest(row: Row) -> str:
     """A hash by which the row is known again."""
     return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()[:16]

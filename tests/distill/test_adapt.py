@@ -33,7 +33,7 @@ from distill.gate import FAILED, NOTHING, PUBLISHED, REFUSED, judged, lower_boun
 from distill.recipe import OWN, TRAINING, build_recipe, dump
 from distill.recipe_files import read_yaml, yaml_text
 from distill.teacher.logged_rows import WITHOUT_HALF, LeftOut
-from distill.traffic import DAY, Split, digest, read_traffic, rows_of, split, usable, write_rows
+from distill.traffic import DAY, Split, digest, read_traffic, rows_of, split, usable
 from eval.decoding.target import load_target
 from eval.engines.start_vllm import VllmLauncher, serve_vllm, speculation
 from eval.measuring.intervals import Starts
@@ -638,10 +638,9 @@ def test_links_to_the_target_of_a_served_mtp_draft_stay_links(loop):
     assert (copy / "tuned.safetensors").resolve() == copy.parent / "model.safetensors"
 
 
-def test_what_users_wrote_is_not_kept_longer(loop, monkeypatch):
+def test_what_users_wrote_is_not_kept_longer(loop):
     """By no call, whatever it ends with."""
     assert loop.call() == PUBLISHED
-    monkeypatch.setattr(module, "write_rows", write_rows)
     rows = loop.home / "rows.jsonl"
     stored = [row(0) | {"time": loop.now - age * DAY} for age in (1, 29)]
     rows.write_text("".join(json.dumps(each) + "\n" for each in stored))
