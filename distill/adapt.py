@@ -254,7 +254,8 @@ def training_recipe(args: AdaptOptions, served: Path, work: Path) -> Recipe:
     earlier = build_recipe(run)
     if not earlier.starts_trained:  # the run's learning rate was for new weights
         width = Checkpoint.open(run["target"]).text_config.hidden_size
-        rate = run.get("learning_rate") or usual_rate(earlier, width)
+        rate = run.get("learning_rate")
+        rate = usual_rate(earlier, width) if rate is None else rate
         values["learning_rate"] = continued_rate(earlier.kind, rate)
     if run.get("dtype") == "bfloat16":
         values.pop("dtype")  # this machine's CPU may be slow in it (`usual_dtype`)

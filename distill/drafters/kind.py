@@ -98,14 +98,14 @@ class DraftKind:
     target, it keeps the first num_draft_layers layers. rate: the usual learning rate of a new draft
     of hidden size RATED_WIDTH, without LoRA; a wider draft has a lower rate (`usual_rate`), at
     least least_rate. warmup: its steps until the whole rate; a training of fewer never has it.
-    fitted_weights: beginnings of
-    the names of least-squares-initialised weights, which need a lower rate. has_mask: whether the
-    draft reads a token that occurs in no text (`Origin.mask`). added_modules: names of the modules
-    that are added to a language model and are trained in full with LoRA, too. targets: types of the
-    targets that a draft is made from. trained: whether the target's checkpoint has a trained base
-    draft. unused: keys of a recipe that must have no value. states_from_vllm: whether the target's
-    states may come from a vLLM (vllm_states.py), which computes quantised and large targets.
-    adapter: whether the draft is a LoRA on the whole target, which SGLang alone serves.
+    fitted_weights: beginnings of the names of least-squares-initialised weights, which need a lower
+    rate. has_mask: whether the draft reads a token that occurs in no text (`Origin.mask`).
+    added_modules: names of the modules that are added to a language model and are trained in full
+    with LoRA, too. targets: types of the targets that a draft is made from. trained: whether the
+    target's checkpoint has a trained base draft. unused: keys of a recipe that must have no value.
+    states_from_vllm: whether the target's states may come from a vLLM (vllm_states.py), which
+    computes quantised and large targets. adapter: whether the draft is a LoRA on the whole target,
+    which SGLang alone serves.
     """
 
     made_from: tuple[Literal["target", "sibling"], ...] = ("target",)
